@@ -1,0 +1,37 @@
+"""The small GRPO: tasks, rewards, advantages, batches and the loss. It never imports an engine or another
+trainer."""
+
+from tracefp4.rl.advantages import AdvantageConfig, Advantages, group_advantages
+from tracefp4.rl.batching import Batch, completion_mask, micro_batches, pad, restore_order, token_logprobs
+from tracefp4.rl.losses import LossConfig, LossData, LossOutput, grpo_loss, loss_denominator, merge_metrics
+from tracefp4.rl.rewards import Reward, RewardConfig, Scorer, extract_answer
+from tracefp4.rl.samples import TrainingSample
+from tracefp4.rl.tasks import JsonlTasks, ReasoningGymTasks, Task, TaskStream, encode_prompt
+
+__all__ = [
+    "AdvantageConfig",
+    "Advantages",
+    "Batch",
+    "JsonlTasks",
+    "LossConfig",
+    "LossData",
+    "LossOutput",
+    "ReasoningGymTasks",
+    "Reward",
+    "RewardConfig",
+    "Scorer",
+    "Task",
+    "TaskStream",
+    "TrainingSample",
+    "completion_mask",
+    "encode_prompt",
+    "extract_answer",
+    "group_advantages",
+    "grpo_loss",
+    "loss_denominator",
+    "merge_metrics",
+    "micro_batches",
+    "pad",
+    "restore_order",
+    "token_logprobs",
+]

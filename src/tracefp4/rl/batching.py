@@ -1,0 +1,372 @@
+"""Samples to padded tensors, micro-batches by token budget, and the log-prob of every token.
+
+One alignment for everything per token: entry [b, t] belongs to the token *at* t. `loss_mask`,
+`rollout_logprobs` and `token_logprobs` at t all speak about token t, whose probability came from the logits
+at t - 1. Nothing is shifted by the caller, and the first token of a sample, which nothing predicts, has
+log-prob 0 and is never trained.
+
+Positions count the tokens of the sample, cumsum(mask) - 1, and are -1 at padding, so a left-padded row gives
+the model the same positions as the sample alone. Guidance is addressed by the same numbers.
+
+Letters: B samples, T padded length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+from tracefp4.errors import ConfigError
+
+from tracefp4.rl.samples import TrainingSample
+
+if TYPE_CHECKING:
+    from tracefp4.guidance.record import Record
+
+IGNORED_LABEL = -100
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """B samples padded to T tokens, on the CPU."""
+
+    input_ids: Tensor
+    """int64 [B, T], prompt and completion; pad_id at padding."""
+    attention_mask: Tensor
+    """bool [B, T], True: a token of the sample, False: padding."""
+    positions: Tensor
+    """int64 [B, T], index of the token within its sample, 0-based; -1 at padding."""
+    loss_mask: Tensor
+    """bool [B, T], True: this entry's token is a completion token and is trained."""
+    rollout_logprobs: Tensor
+    """float [B, T], log p of this entry's token when it was sampled; 0 outside the completion."""
+    weight_versions: Tensor
+    """int64 [B, T], weight version this entry's token was sampled from; -1 outside the completion."""
+    advantages: Tensor
+    """float [B], one for all tokens of the sample."""
+    group_index: Tensor
+    """int64 [B], the GRPO group of the sample."""
+    records: tuple[Record | None, ...]
+    """B guidance records. None: the sample has none."""
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return self.input_ids.shape[0]
+
+    def model_positions(self) -> Tensor:
+        """Return position ids for the model, int64 [B, T]: `positions` with 0 at padding."""
+        return self.positions.clamp(min=0)
+
+    def version_lag(self, current_version: int) -> Tensor:
+        """Return int64 [B, T], versions that each completion token is behind; -1 outside the completion."""
+        is_completion = self.weight_versions >= 0
+        return torch.where(is_completion, current_version - self.weight_versions, -1)
+
+
+def pad(
+    samples: Sequence[TrainingSample],
+    *,
+    pad_id: int,
+    side: str = "right",
+    left_extra: int = 0,
+    dtype: torch.dtype = torch.float32,
+    trains_truncated: bool = True,
+) -> Batch:
+    """Pad samples to one batch.
+
+    Args:
+        samples: B >= 1 samples, in the order of the rows.
+        pad_id: token id at padding, >= 0; may equal a stop token, masks never look at ids.
+        side: "right" puts padding after the sample, "left" before it.
+        left_extra: further padding columns on the left of every row, >= 0. Results must not depend on it.
+        dtype: of log-probs and advantages.
+        trains_truncated: False takes the tokens of truncated samples out of the loss (overlong filtering).
+
+    Returns:
+        The batch, T = longest sample + left_extra.
+
+    Raises:
+        ConfigError: no samples, an unknown side, a negative pad id or left_extra.
+    """
+    _check_padding(len(samples), pad_id=pad_id, side=side, left_extra=left_extra)
+    longest = max(sample.num_tokens for sample in samples)
+    shape = (len(samples), left_extra + longest)
+    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.bool)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    rollout_logprobs = torch.zeros(shape, dtype=dtype)
+    weight_versions = torch.full(shape, -1, dtype=torch.int64)
+    for row, sample in enumerate(samples):
+        first = left_extra + (longest - sample.num_tokens if side == "left" else 0)
+        completion = slice(first + len(sample.prompt_ids), first + sample.num_tokens)
+        input_ids[row, first : completion.stop] = torch.tensor(sample.input_ids, dtype=torch.int64)
+        attention_mask[row, first : completion.stop] = True
+        loss_mask[row, completion] = trains_truncated or not sample.is_truncated
+        rollout_logprobs[row, completion] = torch.tensor(sample.rollout_logprobs, dtype=dtype)
+        weight_versions[row, completion] = torch.tensor(sample.weight_versions, dtype=torch.int64)
+    return Batch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        positions=token_positions(attention_mask),
+        loss_mask=loss_mask,
+        rollout_logprobs=rollout_logprobs,
+        weight_versions=weight_versions,
+        advantages=torch.tensor([sample.advantage for sample in samples], dtype=dtype),
+        group_index=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
+        records=tuple(sample.record for sample in samples),
+    )
+
+
+def token_positions(attention_mask: Tensor) -> Tensor:
+    """Number the tokens of each row: cumsum(mask) - 1, and -1 at padding.
+
+    Args:
+        attention_mask: bool [B, T], True at tokens.
+
+    Returns:
+        int64 [B, T].
+    """
+    counted = attention_mask.to(torch.int64).cumsum(dim=-1) - 1
+    return torch.where(attention_mask, counted, -1)
+
+
+def next_token_labels(input_ids: Tensor, *, positions: Tensor) -> Tensor:
+    """Give every entry the token that its logits predict, without crossing a sample's border.
+
+    label[t] = input_ids[t + 1] where positions[t + 1] = positions[t] + 1, else -100. A plain roll would ask
+    the last token of one packed sample to predict the first token of the next.
+
+    Args:
+        input_ids: int64 [..., T], padded or packed.
+        positions: int64 [..., T], index of each token within its sample, -1 at padding.
+
+    Returns:
+        int64 [..., T]; the last entry is always -100.
+    """
+    labels = torch.full_like(input_ids, IGNORED_LABEL)
+    is_next = (positions[..., 1:] == positions[..., :-1] + 1) & (positions[..., 1:] > 0)
+    labels[..., :-1] = torch.where(is_next, input_ids[..., 1:], IGNORED_LABEL)
+    return labels
+
+
+def token_logprobs(
+    logits: Tensor,
+    *,
+    input_ids: Tensor,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    chunk_tokens: int = 1024,
+) -> Tensor:
+    """Compute log p(token t | tokens before t) under the temperature that it was sampled with.
+
+        out[b, t] = log_softmax(logits[b, t - 1] / temperature)[input_ids[b, t]],   out[b, 0] = 0
+
+    The temperature divides logits, never log-probs: log_softmax(z)/T is another number. Nucleus and top-k
+    cuts of the sampler are not applied, so importance weights need rollouts at top-p 1 and top-k 0.
+
+    Args:
+        logits: [B, T, V] float; computed in float32 or, for float64, in float64, whatever the logits' dtype.
+        input_ids: int64 [B, T], in [0, V) where `mask` is True.
+        temperature: > 0.
+        mask: bool [B, T], True where the log-prob is wanted; None wants all of t >= 1. Logits of other
+            entries are not read, so NaN at padding reaches neither values nor gradients.
+        chunk_tokens: tokens whose probabilities are held in memory at once, >= 1.
+
+    Returns:
+        [B, T] in the compute dtype, exactly 0 at t = 0 and where `mask` is False; differentiable in `logits`.
+
+    Raises:
+        ConfigError: temperature not above 0 (a greedy token has no importance weight), or shapes that differ.
+    """
+    if not temperature > 0.0:
+        raise ConfigError(
+            f"token_logprobs needs a temperature > 0; got {temperature}. Greedy tokens have no "
+            "log-prob for importance weights: sample at temperature 1 for training."
+        )
+    if (
+        logits.dim() != 3
+        or input_ids.shape != logits.shape[:2]
+        or (mask is not None and mask.shape != input_ids.shape)
+    ):
+        got = (tuple(logits.shape), tuple(input_ids.shape), None if mask is None else tuple(mask.shape))
+        raise ConfigError(
+            f"token_logprobs needs logits [B, T, V], input_ids and mask [B, T]; got {got}. "
+            "Pass the whole padded batch, unshifted."
+        )
+    wanted = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.clone()
+    wanted[:, 0] = False
+    predicted_by = wanted.roll(-1, dims=1)  # column 0 of `wanted` is False, so nothing wraps around
+    values = TokenLogprob.apply(logits[predicted_by], input_ids[wanted], temperature, max(1, chunk_tokens))
+    return torch.zeros(input_ids.shape, dtype=values.dtype, device=logits.device).masked_scatter(
+        wanted, values
+    )
+
+
+class TokenLogprob(torch.autograd.Function):
+    """log_softmax(logits / temperature)[label], chunked; keeps only the logits, not the probabilities.
+
+    Forward: y_n = z_n[label_n] - logsumexp(z_n), z = logits / temperature. Backward: dy_n/dlogits_n =
+    (onehot(label_n) - softmax(z_n)) / temperature, recomputed chunk by chunk.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        logits: Tensor,
+        labels: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+    ) -> Tensor:
+        """Return [N] for logits [N, V] and labels [N]."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        out = torch.empty(labels.shape, dtype=dtype, device=logits.device)
+        for start in range(0, labels.shape[0], chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logprobs = torch.log_softmax(logits[part].to(dtype) / temperature, dim=-1)
+            out[part] = logprobs.gather(-1, labels[part, None])[:, 0]
+        ctx.save_for_backward(logits, labels)
+        ctx.temperature, ctx.chunk_tokens, ctx.dtype = temperature, chunk_tokens, dtype  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of the logits, [N, V]."""
+        logits, labels = ctx.saved_tensors  # type: ignore[attr-defined]
+        temperature, step, dtype = ctx.temperature, ctx.chunk_tokens, ctx.dtype  # type: ignore[attr-defined]
+        grad = torch.empty_like(logits)
+        for start in range(0, labels.shape[0], step):
+            part = slice(start, start + step)
+            outer = grads[0][part, None] / temperature
+            inner = torch.softmax(logits[part].to(dtype) / temperature, dim=-1).mul_(-outer)
+            grad[part] = inner.scatter_add_(-1, labels[part, None], outer).to(logits.dtype)
+        return grad, None, None, None
+
+
+def completion_mask(token_ids: Tensor, *, eos_ids: Collection[int]) -> tuple[Tensor, Tensor]:
+    """Mark the sampled tokens of padded completions: everything up to and including the first end token.
+
+    The first end token was sampled and is trained; what follows is padding, whatever its id (pad may equal eos).
+
+    Args:
+        token_ids: int64 [B, T], completions only.
+        eos_ids: every id that ends a completion.
+
+    Returns:
+        (bool [B, T], True at sampled tokens; bool [B], True where an end token occurs).
+    """
+    is_eos = torch.isin(
+        token_ids, torch.tensor(sorted(eos_ids), dtype=token_ids.dtype, device=token_ids.device)
+    )
+    num_before = is_eos.to(torch.int64).cumsum(dim=-1) - is_eos.to(torch.int64)
+    return num_before == 0, is_eos.any(dim=-1)
+
+
+def micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, max_samples: int | None = None, sorts_by_length: bool = False
+) -> list[tuple[int, ...]]:
+    """Split samples into micro-batches whose padded size stays within a budget.
+
+    Samples are taken in order (or from long to short), and a micro-batch is closed when
+    (longest length in it) * (number of samples) would exceed max_tokens.
+
+    Args:
+        lengths: tokens of each sample, >= 1.
+        max_tokens: budget of one padded micro-batch.
+        max_samples: largest number of samples in one. None: no limit.
+        sorts_by_length: True sorts by length first, which pads less; equal lengths keep their order.
+
+    Returns:
+        For each micro-batch the indices of its samples: the order map, every index exactly once.
+
+    Raises:
+        ConfigError: a sample longer than the budget, or max_samples below 1.
+    """
+    if max_samples is not None and max_samples < 1:
+        raise ConfigError(f"micro_batches needs max_samples >= 1; got {max_samples}. Use None for no limit.")
+    order = list(range(len(lengths)))
+    if sorts_by_length:
+        order.sort(key=lambda index: -lengths[index])
+    batches: list[tuple[int, ...]] = []
+    current: list[int] = []
+    longest = 0
+    for index in order:
+        if lengths[index] > max_tokens:
+            raise ConfigError(
+                f"micro_batches cannot fit sample {index} of {lengths[index]} tokens into max_tokens "
+                f"{max_tokens}. Raise the budget or truncate the sample."
+            )
+        grown = max(longest, lengths[index])
+        if current and (grown * (len(current) + 1) > max_tokens or len(current) == max_samples):
+            batches.append(tuple(current))
+            current, grown = [], lengths[index]
+        current.append(index)
+        longest = grown
+    return [*batches, tuple(current)] if current else batches
+
+
+def restore_order(parts: Sequence[Sequence[Item]], *, order: Sequence[Sequence[int]]) -> list[Item]:
+    """Put per-sample results of micro-batches back into the order of the samples.
+
+    Args:
+        parts: one sequence per micro-batch, one item per sample.
+        order: what `micro_batches` returned.
+
+    Returns:
+        One list, item i of sample i.
+
+    Raises:
+        ConfigError: parts that do not match the order map.
+    """
+    if [len(part) for part in parts] != [len(indices) for indices in order]:
+        raise ConfigError(
+            f"restore_order needs one item per sample; got micro-batches of {[len(p) for p in parts]} "
+            f"items for {[len(i) for i in order]} samples. Keep the order map of micro_batches."
+        )
+    placed = {
+        index: item
+        for part, indices in zip(parts, order, strict=True)
+        for item, index in zip(part, indices, strict=True)
+    }
+    return [placed[index] for index in range(len(placed))]
+
+
+def padding_routes(num_rows: int, *, num_experts: int, top_k: int) -> Tensor:
+    """Spread padding rows evenly over experts: id[p, c] = (p * top_k + c) mod num_experts.
+
+    0 is a real expert, so zeros as padding would load one expert with every padding row, twice per row.
+
+    Args:
+        num_rows: padding rows, >= 0.
+        num_experts: E.
+        top_k: k, in [1, E], so the ids of a row differ.
+
+    Returns:
+        int64 [num_rows, top_k].
+
+    Raises:
+        ConfigError: top_k outside [1, E].
+    """
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(
+            f"padding_routes needs top_k in [1, {num_experts}]; got {top_k}. Use the model's top_k."
+        )
+    return torch.arange(num_rows * top_k).view(num_rows, top_k) % num_experts
+
+
+def _check_padding(num_samples: int, *, pad_id: int, side: str, left_extra: int) -> None:
+    if num_samples == 0:
+        raise ConfigError(
+            "pad needs at least one sample; got 0. Skip the step when every sample was dropped."
+        )
+    if side not in ("left", "right"):
+        raise ConfigError(f"pad needs side 'left' or 'right'; got {side!r}.  Use 'right' for training.")
+    if pad_id < 0 or left_extra < 0:
+        raise ConfigError(
+            f"pad needs pad_id >= 0 and left_extra >= 0; got {pad_id} and {left_extra}. "
+            "Use the tokenizer's pad token, or its end token if it has none."
+        )

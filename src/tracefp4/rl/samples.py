@@ -1,0 +1,202 @@
+"""One finished completion as the trainer sees it, and the one place where its parallel arrays are held to one
+length.
+
+Token ids are the ids that the engine sampled; text is never tokenized again on the way to training, because
+decoding and encoding is not the identity on ids. For a prompt of P tokens and a completion of C tokens the
+record has P+C-1
+rows: row p describes the computation on input token p, and the last sampled token was never fed through the
+model, so it has none. After a cut to M < P+C tokens every remaining token has a row, M in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tracefp4.errors import ConfigError, RecordError
+
+if TYPE_CHECKING:
+    from tracefp4.guidance.record import Record
+
+# log p of a sampled token is <= 0; engines that sum in float32 or bf16 may return a rounding error above it
+MAX_LOGPROB = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSample:
+    """A prompt, its completion, and everything about them that has one entry per completion token."""
+
+    trajectory: str
+    """Unique key of this completion; equal to the record's trajectory when there is a record."""
+    prompt_ids: tuple[int, ...]
+    """P >= 1 token ids. Not trained."""
+    token_ids: tuple[int, ...]
+    """C >= 0 sampled token ids, a sampled stop token included. 0 only after a cut inside the prompt."""
+    rollout_logprobs: tuple[float, ...]
+    """C natural log-probs, entry i of token_ids[i] under the distribution it was sampled from. Finite."""
+    weight_versions: tuple[int, ...]
+    """C weight versions, entry i: the version whose logits token i was sampled from."""
+    reward: float = 0.0
+    """Score of the completion, finite."""
+    advantage: float = 0.0
+    """Advantage of every token of the completion, finite; 0 before `group_advantages` ran and in skipped
+    groups."""
+    group_index: int = 0
+    """Which prompt of the step this belongs to; equal numbers are one GRPO group."""
+    finish_reason: str = "stop"
+    """`stop` (a stop token was sampled), `length` (a limit was reached) or `abort`."""
+    is_truncated: bool = False
+    """True: the completion was cut, by the engine's limit or by `truncate`, and has no natural end."""
+    record: Record | None = None
+    """Guidance of positions 0 .. P+C-2. None: there is none, and every position is rounded to nearest."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_ids", "token_ids", "rollout_logprobs", "weight_versions"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_sample(self)
+
+    @property
+    def num_tokens(self) -> int:
+        """P + C, prompt and completion together."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def input_ids(self) -> tuple[int, ...]:
+        """Prompt and completion as one sequence of P + C ids."""
+        return self.prompt_ids + self.token_ids
+
+    def version_lag(self, current_version: int) -> int:
+        """Return how many versions the oldest completion token is behind; 0 for an empty completion."""
+        return max((current_version - version for version in self.weight_versions), default=0)
+
+    def truncate(self, max_tokens: int) -> TrainingSample:
+        """Cut prompt and completion to max_tokens tokens in all: ids, log-probs, versions and record
+        together.
+
+        Args:
+            max_tokens: >= 1. A limit inside the prompt leaves an empty completion, so no token is trained.
+
+        Returns:
+            This sample when it is short enough, else a shorter one with is_truncated True and finish_reason
+            "length".
+
+        Raises:
+            ConfigError: max_tokens below 1.
+        """
+        if max_tokens < 1:
+            raise ConfigError(f"truncate needs max_tokens >= 1; got {max_tokens}. Drop the sample instead.")
+        if self.num_tokens <= max_tokens:
+            return self
+        num_completion = max(0, max_tokens - len(self.prompt_ids))
+        record = self.record
+        if record is not None and record.length > max_tokens:
+            record = record.truncate(max_tokens)
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids[:max_tokens],
+            token_ids=self.token_ids[:num_completion],
+            rollout_logprobs=self.rollout_logprobs[:num_completion],
+            weight_versions=self.weight_versions[:num_completion],
+            record=record,
+            finish_reason="length",
+            is_truncated=True,
+        )
+
+
+def check_sample(sample: TrainingSample) -> None:
+    """Hold every per-token array of a sample to the length of its tokens.
+
+    Raises:
+        RecordError: log-probs, versions or record rows that do not fit the tokens; a log-prob that is None,
+            NaN, infinite or above 0; a reward or advantage that is not finite; a record of another
+            trajectory.
+        ConfigError: an empty prompt or an unknown finish reason.
+    """
+    name = sample.trajectory
+    if not sample.prompt_ids:
+        raise ConfigError(
+            f"TrainingSample {name!r} has an empty prompt; allowed is at least one token. "
+            "Start prompts with the tokenizer's first token."
+        )
+    if sample.finish_reason not in ("stop", "length", "abort"):
+        raise ConfigError(
+            f"TrainingSample {name!r} has finish_reason {sample.finish_reason!r}; allowed is 'stop', "
+            "'length' or 'abort'. Map the engine's reason to one of them."
+        )
+    num_completion = len(sample.token_ids)
+    for field, values in (
+        ("rollout_logprobs", sample.rollout_logprobs),
+        ("weight_versions", sample.weight_versions),
+    ):
+        if len(values) != num_completion:
+            raise RecordError(
+                f"TrainingSample {name!r} has {len(values)} {field} for {num_completion} completion "
+                "tokens; allowed is one for each. Cut every array with TrainingSample.truncate."
+            )
+    check_logprobs(sample.rollout_logprobs, sample=name)
+    for field, value in (("reward", sample.reward), ("advantage", sample.advantage)):
+        if not math.isfinite(value):
+            raise RecordError(
+                f"TrainingSample {name!r} has {field} {value}; allowed is a finite number. "
+                "Score it with 0 or drop it."
+            )
+    if sample.record is not None:
+        _check_record(sample.record, sample=sample)
+
+
+def check_logprobs(logprobs: Sequence[float | None], *, sample: str) -> None:
+    """Refuse a log-prob that no softmax of finite logits can give.
+
+    log_softmax of finite logits is finite and not above 0, so None, NaN, an infinity or a positive number (a
+    sentinel) means a broken engine; dropping such positions would report a train/rollout difference of 0.
+
+    Args:
+        logprobs: natural log-probs of the sampled tokens.
+        sample: name for the error.
+
+    Raises:
+        RecordError: with the sample, the position and the value.
+    """
+    for position, value in enumerate(logprobs):
+        if value is None or not math.isfinite(value) or value > MAX_LOGPROB:
+            raise RecordError(
+                f"Sample {sample!r} has rollout log-prob {value} at completion position {position}; "
+                "allowed is a finite number <= 0. Check the engine's logits, or drop and count it."
+            )
+
+
+def sampled_logprob(candidates: Mapping[int, float], *, token_id: int) -> float:
+    """Pick the sampled token's log-prob from an engine's top-k dictionary, by id and never by position.
+
+    Args:
+        candidates: token id -> log-prob, in any order (some engines sort by probability).
+        token_id: the sampled token.
+
+    Raises:
+        RecordError: the sampled token is not among the candidates.
+    """
+    if token_id not in candidates:
+        raise RecordError(
+            f"The log-probs of a position lack the sampled token {token_id}; got ids "
+            f"{sorted(candidates)[:8]}. Ask the engine to always return the sampled token."
+        )
+    return candidates[token_id]
+
+
+def _check_record(record: Record, *, sample: TrainingSample) -> None:
+    name, num_tokens = sample.trajectory, sample.num_tokens
+    # a cut sample keeps a row for its last token; an uncut one has none, its last token was never an input
+    allowed = (num_tokens - 1, num_tokens) if sample.is_truncated else (num_tokens - 1,)
+    if record.start != 0 or record.length not in allowed:
+        raise RecordError(
+            f"TrainingSample {name!r} of {num_tokens} tokens has a record of rows {record.start} .. "
+            f"{record.start + record.length - 1}; allowed is 0 .. {allowed[-1] - 1}. "
+            "Record the prompt too, and cut with TrainingSample.truncate."
+        )
+    if record.identity.trajectory != name:
+        raise RecordError(
+            f"TrainingSample {name!r} has the record of trajectory {record.identity.trajectory!r}; "
+            "allowed is its own. Look the record up by the sample's key."
+        )
