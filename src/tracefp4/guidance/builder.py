@@ -1,0 +1,224 @@
+"""From engine steps to records: keep each step's batch as it is, cut it by sequence once, at the end.
+
+A step rounds N flat tokens of many sequences at every site. StepLog is the Sink of `with record(...)`: it keeps the
+step's whole tensors, and the engine keeps, per sequence, the flat row (`first row of the step` + place in the batch)
+of every position it accepts. Rejected drafts, preempted passes and shared prompts are then only a matter of which
+rows a sequence lists. `build` does one concatenation, one gather and one packing per site for all sequences asked
+for. Memory: one byte per value until built; a log serves one batch of requests and is dropped after.
+
+    log = StepLog(sites=..., routed_layers=..., num_experts=E)
+    first = log.begin_step(num_tokens=N)
+    with record(log): model(...)
+    log.end_step()                      # raises if a site was never observed
+    rows[seq].append(first + place)     # for accepted tokens
+    records = log.build([SequenceRows(...), ...])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tracefp4.errors import RecordError
+from tracefp4.guidance.payload import FULL
+from tracefp4.guidance.record import Record, RecordIdentity, Site, SiteRecord
+
+if TYPE_CHECKING:
+    from tracefp4.ops.guided_quantize import Rounded
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class SequenceRows:
+    """Which flat rows of a log make up one sequence's record."""
+
+    identity: RecordIdentity
+    """Identity of the record to build; weight_versions has one entry per row, or is one int."""
+    rows: Sequence[int] | Tensor
+    """Flat row of every position, in position order: the pass whose logits were sampled from."""
+    start: int = 0
+    """Position of the first row."""
+    cache_rows: Sequence[int] | Tensor | None = None
+    """Flat rows for K and V where they were cached by another pass than `rows`; None means the same rows."""
+    valid: Tensor | None = None
+    """bool per row, False where the decisions must not be followed; None means all True."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class _SiteSteps:
+    """What one site saw, step by step."""
+
+    codes: list[Tensor] = field(default_factory=list)
+    block_scales: list[Tensor] = field(default_factory=list)
+    exponent: list[Tensor] = field(default_factory=list)
+    rows_per_token: int = 1
+
+
+class StepLog:
+    """Sink that keeps the roundings of engine steps and builds records with codec `full`.
+
+    Args:
+        sites: every site that each step must observe; others are not kept.
+        routed_layers: layers whose routing each step must observe; empty means routing is not recorded.
+        num_experts: ids outside 0 .. num_experts-1 are refused when records are built.
+    """
+
+    def __init__(self, *, sites: Sequence[Site], routed_layers: Sequence[int] = (), num_experts: int = 0) -> None:
+        self._steps = {site: _SiteSteps() for site in sites}
+        self._routed: dict[int, list[Tensor]] = {layer: [] for layer in routed_layers}
+        self._num_experts = num_experts
+        self._num_rows = 0
+        self._num_steps = 0
+        self._open_tokens: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Flat rows of the closed steps."""
+        return self._num_rows
+
+    def begin_step(self, *, num_tokens: int) -> int:
+        """Open a step of `num_tokens` flat tokens; returns the flat row of its first token."""
+        assert self._open_tokens is None, "end_step was not called"
+        self._open_tokens = num_tokens
+        return self._num_rows
+
+    def observe(self, site: Site, rounded: Rounded) -> None:
+        """Keep one site's codes, block scales and exponent (not its values). Called by round_site."""
+        steps = self._steps.get(site)
+        if steps is None:
+            return
+        rows = rounded.codes.shape[0]
+        tokens = self._tokens_of_open_step()
+        if tokens and rows % tokens or (not tokens and rows):
+            raise RecordError(
+                f"Site {site} rounded {rows} rows in a step of {tokens} tokens. The rows must be a multiple of the "
+                "tokens. Call begin_step with the flat batch size."
+            )
+        steps.rows_per_token = rows // tokens if tokens else steps.rows_per_token
+        steps.codes.append(rounded.codes)
+        steps.block_scales.append(rounded.block_scales)
+        steps.exponent.append(rounded.exponent)
+
+    def observe_routing(self, layer: int, expert_ids: Tensor) -> None:
+        """Keep the routed expert ids [N, top_k] of one layer. Called by route_site."""
+        steps = self._routed.get(layer)
+        if steps is not None:
+            steps.append(expert_ids.to(torch.int16))
+
+    def end_step(self) -> None:
+        """Close the step. Raises: RecordError naming the sites and layers that recorded nothing, or twice."""
+        tokens = self._tokens_of_open_step()
+        self._num_steps += 1
+        counts = {str(site): len(steps.codes) for site, steps in self._steps.items()}
+        counts |= {f"layers.{layer}.routing": len(steps) for layer, steps in self._routed.items()}
+        wrong = {name: count for name, count in counts.items() if count != self._num_steps}
+        if wrong:
+            raise RecordError(
+                f"A step was not recorded exactly once everywhere; after step {self._num_steps} these have another "
+                f"number of observations: {wrong} (fewer: the site recorded nothing). Every planned site is observed "
+                "once per step. Check that the model calls round_site and route_site there, under record(log)."
+            )
+        self._num_rows += tokens
+        self._open_tokens = None
+
+    def build(self, sequences: Sequence[SequenceRows]) -> list[Record]:
+        """Records of several sequences, in the order given.
+
+        Returns: one Record per entry, codec `full`; arrays are views of memory that they share.
+        Raises: RecordError for rows outside the log, impossible expert ids, or static exponents that changed.
+        """
+        rows = [torch.as_tensor(entry.rows, dtype=torch.int64) for entry in sequences]
+        cache_rows = [
+            own if entry.cache_rows is None else torch.as_tensor(entry.cache_rows, dtype=torch.int64)
+            for own, entry in zip(rows, sequences, strict=True)
+        ]
+        lengths = [int(own.shape[0]) for own in rows]
+        flat, flat_cache = _joined_rows(rows), _joined_rows(cache_rows)
+        self._check_rows(flat)
+        self._check_rows(flat_cache)
+        parts = {
+            site: self._site_records(site, flat_cache if site.kind in ("k", "v") else flat, lengths)
+            for site in self._steps
+        }
+        routed = self._routed_rows(flat, lengths)
+        records = [
+            Record(
+                identity=entry.identity,
+                start=entry.start,
+                length=length,
+                sites={site: split[i] for site, split in parts.items()},
+                routed=None if routed is None else routed[i],
+                valid=torch.ones(length, dtype=torch.bool) if entry.valid is None else entry.valid,
+                routed_layers=tuple(self._routed) if self._routed else None,
+            )
+            for i, (entry, length) in enumerate(zip(sequences, lengths, strict=True))
+        ]
+        if self._routed:
+            for record in records:
+                record.check_routing(self._num_experts)
+        return records
+
+    def _tokens_of_open_step(self) -> int:
+        assert self._open_tokens is not None, "begin_step was not called"
+        return self._open_tokens
+
+    def _check_rows(self, rows: Tensor) -> None:
+        if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= self._num_rows):
+            raise RecordError(
+                f"Rows outside the step log; got {int(rows.min())} to {int(rows.max())}. Rows lie in "
+                f"0..{self._num_rows - 1}. Use begin_step's return value plus the place in the batch."
+            )
+
+    def _site_records(self, site: Site, rows: Tensor, lengths: list[int]) -> list[SiteRecord]:
+        """One site's rows for all sequences, gathered and packed together, then split into views."""
+        steps = self._steps[site]
+        assert steps.codes, "build before the first step"
+        per_token = steps.rows_per_token
+        width = steps.codes[-1].shape[1]
+        if per_token != 1:
+            rows = (rows[:, None] * per_token + torch.arange(per_token)).reshape(-1)
+        sizes = [length * per_token for length in lengths]
+        payload = FULL.encode(_gathered(steps.codes, rows)).split(sizes)
+        block_scales = _gathered(steps.block_scales, rows).split(sizes)
+        is_static = steps.exponent[0].dim() == 0
+        static_exponent = _one_exponent(site, steps.exponent) if is_static else None
+        exponent = None if is_static else _gathered(steps.exponent, rows).split(sizes)
+        return [
+            SiteRecord(
+                codec=FULL.name,
+                payload=payload[i],
+                block_scales=block_scales[i],
+                exponent=None if exponent is None else exponent[i],
+                width=width,
+                rows_per_token=per_token,
+                static_exponent=static_exponent,
+            )
+            for i in range(len(lengths))
+        ]
+
+    def _routed_rows(self, rows: Tensor, lengths: list[int]) -> tuple[Tensor, ...] | None:
+        if not self._routed:
+            return None
+        by_layer = [_gathered(steps, rows) for steps in self._routed.values()]
+        return torch.stack(by_layer, dim=1).split(lengths)
+
+
+def _joined_rows(rows: list[Tensor]) -> Tensor:
+    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+
+
+def _gathered(steps: list[Tensor], rows: Tensor) -> Tensor:
+    return torch.cat(steps).index_select(0, rows.to(steps[0].device)).cpu()
+
+
+def _one_exponent(site: Site, exponents: list[Tensor]) -> int:
+    found = torch.stack(exponents).unique().tolist()
+    if len(found) != 1:
+        raise RecordError(
+            f"The static exponent of {site} changed during a log; got {found}. One value is allowed per log. "
+            "Start a new StepLog after recalibrating."
+        )
+    return int(found[0])

@@ -1,0 +1,181 @@
+"""Look rows of many records up by (batch row, position): one index per batch, one index_select per array.
+
+The index is a pure function of the positions and the records, so asking twice, in any order, from a recomputation or
+another micro-batch, gives the same rows. A place is invalid where its position is -1 (padding), where it has no
+record, where the position lies outside the record or outside the site's records, and where the record itself says so.
+Invalid places read row 0 and must be ignored through `valid`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracefp4.errors import RecordError
+from tracefp4.guidance.record import Record, Site, SiteRecord
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class GatheredSite:
+    """One site's rows in batch order, N = places * rows_per_token."""
+
+    part: SiteRecord
+    """Payload, block scales and exponents, one row per batch row; on the device of the positions."""
+    valid: Tensor
+    """bool [N]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class GatheredRouting:
+    """Recorded expert ids in batch order."""
+
+    expert_ids: Tensor
+    """int16 [places, L, top_k]."""
+    valid: Tensor
+    """bool [places]."""
+    layers: tuple[int, ...]
+    """Decoder layer of each of the L entries."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class _Index:
+    rows: Tensor
+    valid: Tensor
+
+
+class RecordRows:
+    """The records of one batch, addressed by place.
+
+    Args:
+        records: records, or None where a trajectory has none.
+        owners: int64 [places], which record a place belongs to; -1 for none.
+        positions: int64 [places], position in the trajectory; -1 for padding.
+    """
+
+    def __init__(self, *, records: Sequence[Record | None], owners: Tensor, positions: Tensor) -> None:
+        self._records = tuple(records)
+        self._device = positions.device
+        self._owners = owners.cpu()
+        self._positions = positions.cpu()
+        self._indices: dict[tuple[bool, ...], _Index] = {}
+        self._sites: dict[Site, GatheredSite | None] = {}
+        self._routing: list[GatheredRouting | None] = []
+        _check_same_rules([record for record in self._records if record is not None])
+
+    def sites(self) -> set[Site]:
+        """Every site that at least one record has."""
+        return {site for record in self._records if record is not None for site in record.sites}
+
+    def site(self, site: Site) -> GatheredSite | None:
+        """Rows of one site; None when no place has any. Kept after the first call, packed."""
+        if site not in self._sites:
+            self._sites[site] = self._gather_site(site)
+        return self._sites[site]
+
+    def routing(self) -> GatheredRouting | None:
+        """Routed ids of all layers; None when no place has any. Kept after the first call."""
+        if not self._routing:
+            self._routing.append(self._gather_routing())
+        return self._routing[0]
+
+    def _gather_site(self, site: Site) -> GatheredSite | None:
+        index = self._index(lambda record: site in record.sites)
+        if index is None:
+            return None
+        parts = [record.sites[site] for record in self._records if record is not None and site in record.sites]
+        first = parts[0]
+        _check_same_layout(site, parts)
+        rows, valid = index.rows, index.valid
+        if first.rows_per_token != 1:
+            steps = torch.arange(first.rows_per_token)
+            rows = (rows[:, None] * first.rows_per_token + steps).reshape(-1)
+            valid = valid.repeat_interleave(first.rows_per_token)
+        exponent = None
+        if first.exponent is not None:
+            exponent = self._select([part.exponent for part in parts if part.exponent is not None], rows)
+        part = SiteRecord(
+            codec=first.codec,
+            payload=self._select([part.payload for part in parts], rows),
+            block_scales=self._select([part.block_scales for part in parts], rows),
+            exponent=exponent,
+            width=first.width,
+            rows_per_token=first.rows_per_token,
+            static_exponent=first.static_exponent,
+        )
+        return GatheredSite(part=part, valid=valid.to(self._device))
+
+    def _gather_routing(self) -> GatheredRouting | None:
+        index = self._index(lambda record: record.routed is not None)
+        if index is None:
+            return None
+        found = [record for record in self._records if record is not None and record.routed is not None]
+        layouts = {(record.layers_routed, tuple(_routed(record).shape[1:])) for record in found}
+        if len(layouts) != 1:
+            raise RecordError(
+                f"Records of one batch route differently; got (layers, shape per token) {sorted(layouts)}. "
+                "All must be equal. Replay records of one plan together."
+            )
+        return GatheredRouting(
+            expert_ids=self._select([_routed(record) for record in found], index.rows),
+            valid=index.valid.to(self._device),
+            layers=found[0].layers_routed,
+        )
+
+    def _select(self, arrays: list[Tensor], rows: Tensor) -> Tensor:
+        joined = arrays[0] if len(arrays) == 1 else torch.cat(arrays)
+        return joined.index_select(0, rows).to(self._device)
+
+    def _index(self, has_rows: Callable[[Record], bool]) -> _Index | None:
+        """Row of every place in the concatenation of the records that have rows; None if no place is valid."""
+        present = tuple(record is not None and has_rows(record) for record in self._records)
+        if present not in self._indices:
+            self._indices[present] = self._locate(present)
+        index = self._indices[present]
+        return index if bool(index.valid.any()) else None
+
+    def _locate(self, present: tuple[bool, ...]) -> _Index:
+        starts, lengths, offsets, flags = [], [], [], []
+        total = 0
+        for record, is_present in zip(self._records, present, strict=True):
+            length = record.length if record is not None and is_present else 0
+            starts.append(0 if record is None else record.start)
+            lengths.append(length)
+            offsets.append(total)
+            total += length
+            if record is not None and length:
+                flags.append(record.valid)
+        if total == 0:
+            empty = torch.zeros_like(self._positions)
+            return _Index(rows=empty, valid=empty.bool())
+        owners = self._owners.clamp(min=0)
+        relative = self._positions - torch.tensor(starts)[owners]
+        inside = (self._positions >= 0) & (self._owners >= 0)
+        inside &= (relative >= 0) & (relative < torch.tensor(lengths)[owners])
+        rows = torch.where(inside, torch.tensor(offsets)[owners] + relative, 0)
+        return _Index(rows=rows, valid=inside & torch.cat(flags)[rows])
+
+
+def _routed(record: Record) -> Tensor:
+    assert record.routed is not None
+    return record.routed
+
+
+def _check_same_rules(records: list[Record]) -> None:
+    found = {(record.identity.scheme_digest, record.identity.plan_digest) for record in records}
+    if len(found) > 1:
+        raise RecordError(
+            f"Records of one batch were made under different rules; got (scheme digest, plan digest) {sorted(found)}. "
+            "All must be equal. Replay only records of this run's scheme and plan."
+        )
+
+
+def _check_same_layout(site: Site, parts: list[SiteRecord]) -> None:
+    found = {(part.codec, part.width, part.rows_per_token, part.static_exponent) for part in parts}
+    if len(found) > 1:
+        raise RecordError(
+            f"Records of one batch differ at {site}; got (codec, width, rows per token, static exponent) "
+            f"{sorted(found, key=str)}. All must be equal. Recode them to one codec."
+        )

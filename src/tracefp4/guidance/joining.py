@@ -1,0 +1,111 @@
+"""Joining and comparing records: a prompt's rows with a completion's, one record with another, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tracefp4.errors import RecordError
+from tracefp4.guidance.record import Record, SiteRecord
+
+
+def concat(prompt: Record, completion: Record) -> Record:
+    """Join a prompt's record and the record that continues it.
+
+    The result has the completion's trajectory, starts where the prompt starts and keeps each position's version.
+    Raises: RecordError if the second does not start where the first ends, or if digests, sites, codecs or shapes
+    differ.
+    """
+    end = prompt.start + prompt.length
+    if completion.start != end:
+        raise RecordError(
+            f"Records are not adjacent; got one that ends before position {end} and one that starts at "
+            f"{completion.start}. The second must start at {end}. Check which prompt this completion belongs to."
+        )
+    prompt.check(
+        scheme_digest=completion.identity.scheme_digest,
+        plan_digest=completion.identity.plan_digest,
+    )
+    _check_same_layout(prompt, completion)
+    routed = None
+    if prompt.routed is not None and completion.routed is not None:
+        routed = torch.cat([prompt.routed, completion.routed])
+    return replace(
+        completion,
+        identity=replace(completion.identity, weight_versions=_joined_versions(prompt, completion)),
+        start=prompt.start,
+        length=prompt.length + completion.length,
+        sites={site: _joined(part, completion.sites[site]) for site, part in prompt.sites.items()},
+        routed=routed,
+        valid=torch.cat([prompt.valid, completion.valid]),
+    )
+
+
+def records_equal(first: Record, second: Record) -> bool:
+    """True if both records hold the same bytes under the same identity; layout of memory does not matter."""
+    own, other = first.identity, second.identity
+    return (
+        (own.trajectory, own.scheme_digest, own.plan_digest)
+        == (other.trajectory, other.scheme_digest, other.plan_digest)
+        and (first.start, first.length, first.layers_routed)
+        == (second.start, second.length, second.layers_routed)
+        and torch.equal(first.versions(), second.versions())
+        and torch.equal(first.valid, second.valid)
+        and _optional_equal(first.routed, second.routed)
+        and first.sites.keys() == second.sites.keys()
+        and all(_site_equal(part, second.sites[site]) for site, part in first.sites.items())
+    )
+
+
+def _site_equal(first: SiteRecord, second: SiteRecord) -> bool:
+    return (
+        _layout(first) == _layout(second)
+        and first.static_exponent == second.static_exponent
+        and torch.equal(first.payload, second.payload)
+        and torch.equal(first.block_scales, second.block_scales)
+        and _optional_equal(first.exponent, second.exponent)
+    )
+
+
+def _optional_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)
+
+
+def _layout(part: SiteRecord) -> tuple[str, int, int, int | None]:
+    return part.codec, part.width, part.rows_per_token, part.static_exponent
+
+
+def _check_same_layout(first: Record, second: Record) -> None:
+    found = tuple(
+        ({str(site): _layout(part) for site, part in record.sites.items()}, record.layers_routed)
+        for record in (first, second)
+    )
+    if found[0] != found[1]:
+        raise RecordError(
+            f"Records of different layout cannot be joined; got {found[0]} and {found[1]} "
+            "(codec, width, rows per token, static exponent by site; routed layers). Both must be equal. "
+            "Recode both to one codec, and record the same sites."
+        )
+
+
+def _joined(first: SiteRecord, second: SiteRecord) -> SiteRecord:
+    exponent = None
+    if first.exponent is not None and second.exponent is not None:
+        exponent = torch.cat([first.exponent, second.exponent])
+    return replace(
+        first,
+        payload=torch.cat([first.payload, second.payload]),
+        block_scales=torch.cat([first.block_scales, second.block_scales]),
+        exponent=exponent,
+    )
+
+
+def _joined_versions(first: Record, second: Record) -> Tensor | int:
+    own, other = first.identity.weight_versions, second.identity.weight_versions
+    if isinstance(own, int) and own == other:
+        return own
+    return torch.cat([first.versions(), second.versions()])

@@ -1,0 +1,153 @@
+"""The decisions that one training batch follows, addressed by (row, position).
+
+A ReplayBatch is built per micro-batch from its position ids and its trajectories' records, entered with
+`with replay(batch)`, and asked by every site. Flat order is row-major: place b*T + t is column t of row b. Nothing is
+consumed: asking twice gives the same answer, which is what makes activation recomputation, micro-batch order, left
+and right padding and packing harmless. Records stay packed; a site's rows are gathered once and unpacked per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tracefp4.errors import ConfigError, RecordError
+from tracefp4.guidance.counters import Counters, Reference
+from tracefp4.guidance.gather import GatheredSite, RecordRows
+from tracefp4.guidance.payload import FULL, codec_by_name
+from tracefp4.guidance.record import Record, Site
+from tracefp4.ops.guided_quantize import Guide
+
+Decoder = Literal["bracket", "nearest_cell"]
+
+
+@dataclass(kw_only=True, eq=False)
+class ReplayBatch:
+    """Records for one batch of B rows and T columns."""
+
+    positions: Tensor
+    """int64 [B, T]: position in the trajectory of every token; -1 for padding."""
+    records: Sequence[Record | None]
+    """Records to follow: one per row, or as many as record_index addresses; None means none (nearest rounding)."""
+    decoder: Decoder = "nearest_cell"
+    """How one mantissa bit becomes a codeword; of no effect on full codes."""
+    sites: Collection[Site] | None = None
+    """Sites to guide; None means every site that was recorded."""
+    replay_routing: bool = True
+    """Whether routers take the recorded experts."""
+    references: Sequence[Record | None] | None = None
+    """Full records, addressed like `records`, only for counting agreement; None means do not measure."""
+    record_index: Tensor | None = None
+    """int64 [B, T]: which record a token belongs to (packed rows), -1 for none; None means row b has record b."""
+    counters: Counters = field(default_factory=Counters, init=False)
+    """What the last pass of every site and router did."""
+
+    def __post_init__(self) -> None:
+        rows, columns = self.positions.shape
+        flat = self.positions.reshape(-1).to(torch.int64)
+        if self.record_index is None:
+            owners = torch.arange(rows, device=flat.device).repeat_interleave(columns)
+        else:
+            owners = self.record_index.reshape(-1).to(torch.int64)
+        for name, given in (("records", self.records), ("references", self.references)):
+            self._check_count(name, given, owners)
+        self.real = flat >= 0
+        self.num_real = int(self.real.sum())
+        self._rows = RecordRows(records=self.records, owners=owners, positions=flat)
+        self._references = None
+        if self.references is not None:
+            self._references = RecordRows(records=self.references, owners=owners, positions=flat)
+        self._checked_experts: set[int | None] = set()
+        if not self.replay_routing and any(site.kind == "w2" and self._is_guided(site) for site in self._rows.sites()):
+            raise ConfigError(
+                "Guiding the down-projection input needs the recorded experts; got replay_routing False with site "
+                'kind "w2". Its rows belong to (token, slot). Turn routing replay on or leave "w2" out of sites.'
+            )
+
+    @property
+    def num_places(self) -> int:
+        """B * T."""
+        return self.positions.numel()
+
+    def guide(self, site: Site) -> Guide | None:
+        """Decisions for one site, one row per row of its tensor; None when there is nothing to follow."""
+        if not self._is_guided(site):
+            return None
+        found = self._rows.site(site)
+        if found is None:
+            return None
+        codec = codec_by_name(found.part.codec)
+        return Guide(
+            valid=found.valid,
+            exponent=found.part.exponent,
+            block_scales=found.part.block_scales,
+            codes=codec.guide_codes(found.part.payload),
+            bits=codec.guide_bits(found.part.payload),
+            decoder=self.decoder,
+        )
+
+    def static_exponent(self, site: Site) -> int | None:
+        """Exponent that the records of a site with a static outer scale were made under; None if there is none."""
+        found = self._rows.site(site)
+        return None if found is None else found.part.static_exponent
+
+    def reference(self, site: Site) -> Reference | None:
+        """Full codes of one site to measure against; None when not measured there.
+
+        Raises: RecordError if the reference records are not full.
+        """
+        found: GatheredSite | None = None if self._references is None else self._references.site(site)
+        if found is None:
+            return None
+        codes = codec_by_name(found.part.codec).guide_codes(found.part.payload)
+        if codes is None:
+            raise RecordError(
+                f"Agreement is counted against whole codes; got a reference of codec {found.part.codec!r} at {site}. "
+                f"References must have codec {FULL.name!r}. Keep the engine's records before recoding them."
+            )
+        return Reference(
+            codes=codes, block_scales=found.part.block_scales, exponent=found.part.exponent, valid=found.valid
+        )
+
+    def routing(self, layer: int, *, num_experts: int | None = None) -> tuple[Tensor, Tensor] | None:
+        """Recorded experts of one layer: ids int64 [B*T, top_k] and valid bool [B*T]; None when not replayed.
+
+        Ids of invalid places are arbitrary. Raises: RecordError for ids that repeat within a row or, when num_experts
+        is given, lie outside 0 .. num_experts-1.
+        """
+        found = self._rows.routing() if self.replay_routing else None
+        if found is None or layer not in found.layers:
+            return None
+        if num_experts not in self._checked_experts:
+            self._check_experts(found.expert_ids, valid=found.valid, num_experts=num_experts)
+            self._checked_experts.add(num_experts)
+        return found.expert_ids[:, found.layers.index(layer)].to(torch.int64), found.valid
+
+    def _is_guided(self, site: Site) -> bool:
+        return self.sites is None or site in self.sites
+
+    def _check_experts(self, expert_ids: Tensor, *, valid: Tensor, num_experts: int | None) -> None:
+        limit = torch.iinfo(torch.int16).max + 1 if num_experts is None else num_experts
+        ordered = expert_ids.sort(dim=-1).values
+        bad = (ordered[..., 0] < 0) | (ordered[..., -1] >= limit) | (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        if bool((bad & valid[:, None]).any()):
+            for record in self.records:
+                if record is not None:
+                    record.check_routing(limit)
+
+    def _check_count(self, name: str, given: Sequence[Record | None] | None, owners: Tensor) -> None:
+        if given is None:
+            return
+        addressed = int(owners.max()) + 1 if owners.numel() else 0
+        if owners.numel() != self.num_places or addressed > len(given) or (
+            self.record_index is None and len(given) != self.positions.shape[0]
+        ):
+            raise RecordError(
+                f"{name} do not fit the batch; got {len(given)} {name} for positions of shape "
+                f"{tuple(self.positions.shape)}, {owners.numel()} places that address {addressed}. Give one per row, "
+                "or record_index of the positions' shape with values below their number."
+            )

@@ -1,0 +1,141 @@
+"""One definition of rounding and of routing at a site, used by engine and trainer alike.
+
+Without a session a site rounds to nearest (plain QAT) and a router is live. Under `record` it does the same and tells
+the sink. Under `replay` it follows the record where one is valid, rounds to nearest elsewhere, and counts both; a
+wrong number of rows or an impossible expert id raises. Gradients are the caller's: these functions detach.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tracefp4.errors import ConfigError, RecordError
+from tracefp4.formats.scheme import Scheme
+from tracefp4.guidance.counters import RoutingCounts, SiteCounts, compare
+from tracefp4.guidance.record import Site
+from tracefp4.guidance.replay import ReplayBatch
+from tracefp4.guidance.session import current
+from tracefp4.ops.guided_quantize import Guide, Rounded, guided_quantize
+
+
+def round_site(x: Tensor, *, site: Site, scheme: Scheme, exponent: int | None = None) -> Rounded:
+    """Round x at a site as the running session asks.
+
+    Args:
+        x: [N, K] float; under replay N = B*T * rows_per_token in row-major order. N = 0 is fine.
+        site: where.
+        scheme: how.
+        exponent: power of two of a static outer scale; None for other schemes.
+    Raises: RecordError under replay if N does not fit the batch or the record's static exponent is another.
+    """
+    session = current()
+    if session is not None and session.batch is not None:
+        return _replayed(x, site=site, scheme=scheme, exponent=exponent, batch=session.batch)
+    rounded = guided_quantize(x, scheme=scheme, exponent=exponent)
+    if session is not None and session.sink is not None:
+        session.sink.observe(site, rounded)
+    return rounded
+
+
+def route_site(layer: int, logits: Tensor, *, top_k: int) -> Tensor:
+    """Choose experts as the running session asks.
+
+    Live: the top_k largest logits in descending order, the lowest id first among equals. Under replay a place with a
+    record takes the recorded ids in recorded order, and padding takes `spread_ids`, so it loads no expert more than
+    others; a real place without a record stays live.
+
+    Args: layer: decoder layer. logits: [N, E]; under replay N = B*T. top_k: experts per token, 1 .. E.
+    Returns: int64 [N, top_k], no gradient.
+    Raises: ConfigError if top_k is not in 1 .. E; RecordError for a wrong N, another recorded top_k, or impossible
+    recorded ids.
+    """
+    num_experts = logits.shape[-1]
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(
+            f"A router cannot choose {top_k} of {num_experts} experts; got top_k {top_k} at layer {layer}. "
+            f"top_k lies in 1..{num_experts}. Correct the model config."
+        )
+    live = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    session = current()
+    if session is not None and session.batch is not None:
+        return _rerouted(live, layer=layer, num_experts=num_experts, batch=session.batch)
+    if session is not None and session.sink is not None:
+        session.sink.observe_routing(layer, live)
+    return live
+
+
+def spread_ids(num_rows: int, *, num_experts: int, top_k: int) -> Tensor:
+    """Harmless experts for padding: row p, slot c takes (p * top_k + c) mod num_experts.
+
+    Distinct within a row, in range, and each expert gets the same share up to one. Returns: int64 [num_rows, top_k].
+    """
+    return (torch.arange(num_rows * top_k) % num_experts).reshape(num_rows, top_k)
+
+
+def _replayed(x: Tensor, *, site: Site, scheme: Scheme, exponent: int | None, batch: ReplayBatch) -> Rounded:
+    guide = batch.guide(site)
+    reference = batch.reference(site)
+    expected = batch.num_places if guide is None else guide.valid.shape[0]
+    if x.shape[0] != expected and (guide is not None or batch.num_places == 0 or x.shape[0] % batch.num_places):
+        raise RecordError(
+            f"Site {site} does not fit the replayed batch; got {x.shape[0]} rows. The batch has {batch.num_places} "
+            f"places and needs {expected} rows here. Build the ReplayBatch from this micro-batch's positions."
+        )
+    if guide is not None:
+        _check_static_exponent(site, recorded=batch.static_exponent(site), given=exponent)
+    rounded = guided_quantize(x, scheme=scheme, guide=guide, exponent=exponent)
+    measured = {}
+    if reference is not None:
+        nearest = rounded if guide is None else guided_quantize(x, scheme=scheme, exponent=exponent)
+        measured = compare(rounded=rounded, nearest=nearest, reference=reference)
+    rows_per_place = x.shape[0] // max(1, batch.num_places)
+    guided = _num_guided(guide, rows_per_place)
+    batch.counters.sites[site] = SiteCounts(
+        values=batch.num_real * rows_per_place * x.shape[1],
+        positions=batch.num_real,
+        positions_guided=guided,
+        positions_missing=batch.num_real - guided,
+        values_changed=rounded.nearest_changed,
+        **measured,
+    )
+    return rounded
+
+
+def _num_guided(guide: Guide | None, rows_per_place: int) -> int:
+    return 0 if guide is None else int(guide.valid.sum()) // max(1, rows_per_place)
+
+
+def _check_static_exponent(site: Site, *, recorded: int | None, given: int | None) -> None:
+    if recorded is not None and recorded != given:
+        raise RecordError(
+            f"Site {site} was recorded under another static outer scale: its exponent is {recorded}, this side's is "
+            f"{given}. Both must be equal. Share one calibration between engine and trainer, or record again."
+        )
+
+
+def _rerouted(live: Tensor, *, layer: int, num_experts: int, batch: ReplayBatch) -> Tensor:
+    found = batch.routing(layer, num_experts=num_experts)
+    if live.shape[0] != batch.num_places or (found is not None and found[0].shape[1] != live.shape[1]):
+        shape = None if found is None else tuple(found[0].shape)
+        raise RecordError(
+            f"Router of layer {layer} does not fit the replayed batch; got {tuple(live.shape)} for "
+            f"{batch.num_places} places and recorded ids of shape {shape}. Both must be equal. Build the ReplayBatch "
+            "from this micro-batch's positions, with records of this model."
+        )
+    if found is None:
+        batch.counters.routing[layer] = RoutingCounts(
+            positions=batch.num_real, positions_replayed=0, positions_changed=0
+        )
+        return live
+    recorded, valid = found
+    chosen = torch.where(valid[:, None], recorded, live)
+    differs = (chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(-1)
+    batch.counters.routing[layer] = RoutingCounts(
+        positions=batch.num_real, positions_replayed=valid.sum(), positions_changed=differs.sum()
+    )
+    num_padding = batch.num_places - batch.num_real
+    if num_padding:
+        fill = spread_ids(num_padding, num_experts=num_experts, top_k=live.shape[1])
+        chosen[~batch.real] = fill.to(chosen.device)
+    return chosen
