@@ -1,0 +1,66 @@
+"""BlockTensor: a quantized tensor as stored bytes plus the scheme that made them.
+
+    value[..., i] = E2M1(code[..., i]) * E4M3(block_scales[..., i // 16]) * 2^exponent
+
+It holds and checks bytes; it never quantizes (ops.quantize) and never multiplies matrices. The packed layout is the one
+of `packing.py`. Alternative not taken: a torch.Tensor subclass, whose implicit conversions hide where values are decoded.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracefp4.errors import FormatError
+from tracefp4.formats.packing import unpack_codes
+from tracefp4.formats.scaling import decode_scales
+from tracefp4.formats.scheme import Scheme
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockTensor:
+    """Packed codes, block scales and outer exponent of a tensor of shape [..., K]."""
+
+    packed: Tensor
+    """uint8 [..., K / 2]; even index in the low nibble."""
+    block_scales: Tensor
+    """uint8 [..., K / 16]; E4M3 bytes. 0 means an all-zero block, 0x7F a block that held NaN or Inf."""
+    exponent: Tensor
+    """int8, the outer scale's power of two: shape [...] (row schemes), [...] without its last entry (tensor schemes, one per
+    matrix of the last two dimensions), or 0-dimensional (static schemes)."""
+    scheme: Scheme
+    """The scheme whose rules made the bytes."""
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not belong together."""
+        lead, width = self.packed.shape[:-1], self.packed.shape[-1] * 2
+        expected = {
+            "packed": (torch.uint8, (*lead, width // 2)),
+            "block_scales": (torch.uint8, (*lead, width // self.scheme.block_size)),
+            "exponent": (torch.int8, {"row": lead, "tensor": lead[:-1], "static": ()}[self.scheme.outer]),
+        }
+        for name, (dtype, shape) in expected.items():
+            part = getattr(self, name)
+            if part.dtype != dtype or tuple(part.shape) != tuple(shape):
+                raise FormatError(
+                    f"{self.scheme.name} BlockTensor of shape {(*lead, width)} needs {name} as {dtype} {tuple(shape)}; "
+                    f"got {part.dtype} {tuple(part.shape)}. Rebuild it with ops.quantize."
+                )
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor that the bytes stand for, [..., K]."""
+        return torch.Size((*self.packed.shape[:-1], self.packed.shape[-1] * 2))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held: codes, block scales and exponents."""
+        return self.packed.numel() + self.block_scales.numel() + self.exponent.numel()
+
+    def codes(self) -> Tensor:
+        """Return the unpacked codes, uint8 [..., K], values 0..15."""
+        return unpack_codes(self.packed)
+
+    def scales(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the decode scale of every block, s_block * 2^k, exact, as `dtype` [..., K / 16]."""
+        return decode_scales(self.block_scales, self.exponent, dtype)
