@@ -1,0 +1,108 @@
+"""Carry out a Plan on a transformers model, and undo it: the trainer's side of the shared plan.
+
+Nothing is swapped in the module tree: experts and attention go through transformers' own interfaces, and
+the arithmetic through hooks, so names and state dict stay those of the checkpoint. `apply` counts what it
+patched and refuses to patch nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from tracefp4.errors import ConfigError
+from tracefp4.formats.arithmetic import Arithmetic, round_bf16_
+from tracefp4.patching.plan import Plan
+from tracefp4.qat import (
+    ATTENTION_NAME,
+    EXPERTS_NAME,
+    ExpertWeights,
+    SiteSettings,
+    emulate_bf16,
+    register_attention,
+    register_experts,
+)
+
+
+@dataclass(kw_only=True)
+class Applied:
+    """A patched model: what was patched, and how to put everything back."""
+
+    model: nn.Module
+    """The model, patched in place."""
+    plan: Plan
+    """The plan that was carried out."""
+    patched: tuple[str, ...]
+    """Names of the modules whose forward is ours, in model order."""
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Restore the model's own forward everywhere; the weights stay as they are."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def apply(model: nn.Module, plan: Plan, *, arithmetic: Arithmetic) -> Applied:
+    """Patch `model` in place so that it computes what the plan says.
+
+    The parameters are cast to the arithmetic's storage dtype and, when bf16 is emulated, rounded to bf16
+    values: they are the bf16 copies of the optimizer's master weights.
+
+    Args:
+        model: the transformers model the plan was made for.
+        plan: from `plan(model, rules)`.
+        arithmetic: EMULATED (CPU), CONTROL (comparisons), NATIVE (GPU).
+
+    Raises:
+        ConfigError: the model is patched already, or the plan is of another architecture.
+    """
+    if getattr(model, "tracefp4_applied", False):
+        raise ConfigError("apply: the model is patched already. Call Applied.undo() first.")
+    if type(model).__name__ != plan.architecture:
+        raise ConfigError(
+            f"apply: the plan is for {plan.architecture}, the model is {type(model).__name__}. Make a plan for this model."
+        )
+    register_experts()
+    register_attention()
+    _cast(model, arithmetic)
+    before = (model.config._attn_implementation, model.config._experts_implementation)
+    undo: list[Callable[[], None]] = [lambda: _set_implementations(model, *before)]
+    _set_implementations(model, ATTENTION_NAME, EXPERTS_NAME)
+    patched = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if not kind.endswith(("Experts", "Attention")):
+            continue
+        layer = next(int(part) for part in name.split(".") if part.isdigit())
+        module.tracefp4 = _settings(kind, layer, plan, arithmetic)  # type: ignore[assignment]
+        undo.append(lambda m=module: delattr(m, "tracefp4"))  # type: ignore[misc]
+        patched.append(name)
+    if not patched:
+        raise ConfigError(f"apply: no experts or attention module was found in {plan.architecture}; nothing was patched.")
+    undo += emulate_bf16(model, arithmetic=arithmetic)
+    model.tracefp4_applied = True  # type: ignore[assignment]
+    undo.append(lambda: delattr(model, "tracefp4_applied"))
+    return Applied(model=model, plan=plan, patched=tuple(patched), _undo=undo)
+
+
+def _settings(kind: str, layer: int, plan: Plan, arithmetic: Arithmetic) -> ExpertWeights | SiteSettings:
+    precision = plan.layers[layer]
+    if kind.endswith("Experts"):
+        rules = plan.rules
+        return ExpertWeights(layer, precision, arithmetic, backward=rules.backward, ste=rules.ste)
+    return SiteSettings(layer, precision, arithmetic)
+
+
+def _set_implementations(model: nn.Module, attention: str, experts: str) -> None:
+    model.set_attn_implementation(attention)  # type: ignore[operator]
+    model.set_experts_implementation(experts)  # type: ignore[operator]
+
+
+@torch.no_grad()
+def _cast(model: nn.Module, arithmetic: Arithmetic) -> None:
+    dtype = arithmetic.torch_dtype
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+        if arithmetic.emulates_bf16:
+            round_bf16_(parameter)

@@ -1,0 +1,109 @@
+"""AdamW over fp32 master weights; the model itself holds their bf16 copies.
+
+A bf16 trainer keeps its weights twice: masters in high precision, which accumulate updates far below bf16's
+resolution, and the bf16 copies that forward and backward use. On a CPU the copies are bf16 *values* in fp32
+storage. After every step copy := bf16(master), in place, which also invalidates the quantized experts.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tracefp4.errors import ConfigError
+from tracefp4.formats.arithmetic import round_bf16
+
+
+class MasterWeightAdamW:
+    """AdamW whose state and masters are fp32 (fp64 in control mode) and whose model weights are bf16 values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        emulates_bf16: bool = True,
+    ) -> None:
+        """Take the model's trainable parameters; masters start as exact copies of them.
+
+        Args:
+            model: parameters already hold bf16 values (see `patching.apply`).
+            lr: peak learning rate; `step(lr_scale)` multiplies it.
+            betas: AdamW's moments.
+            weight_decay: decoupled; applied to matrices (2-D and more) only, never to norms.
+            emulates_bf16: round the copies to bf16 values; False leaves it to the storage dtype.
+        """
+        self.lr = lr
+        self.emulates_bf16 = emulates_bf16
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
+        self.copies = [p for p in model.parameters() if p.requires_grad]
+        if not self.copies:
+            raise ConfigError("optimizer: the model has no trainable parameter.")
+        self.masters = [nn.Parameter(p.detach().clone().to(_master_dtype(p))) for p in self.copies]
+        decayed = [m for m in self.masters if m.dim() > 1]
+        plain = [m for m in self.masters if m.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas)
+
+    def step(self, *, lr_scale: float = 1.0, grad_clip: float = 0.0) -> float:
+        """Clip, update the masters, write the bf16 copies, clear the gradients.
+
+        Args:
+            lr_scale: multiplies the peak learning rate (the schedule's value).
+            grad_clip: largest L2 norm over all gradients; 0 means no clipping.
+
+        Returns:
+            The gradient norm before clipping. A non-finite norm skips the update (the caller counts it).
+        """
+        for master, copy in zip(self.masters, self.copies, strict=True):
+            master.grad = None if copy.grad is None else copy.grad.to(master.dtype)
+        norm = nn.utils.clip_grad_norm_(self.masters, grad_clip if grad_clip > 0 else float("inf"))
+        if bool(torch.isfinite(norm)):
+            for group in self.adamw.param_groups:
+                group["lr"] = self.lr * lr_scale
+            self.adamw.step()
+            self._write_copies()
+        for master, copy in zip(self.masters, self.copies, strict=True):
+            master.grad = copy.grad = None
+        return float(norm)
+
+    @torch.no_grad()
+    def _write_copies(self) -> None:
+        for master, copy in zip(self.masters, self.copies, strict=True):
+            copy.copy_(round_bf16(master) if self.emulates_bf16 else master)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return masters and moments by name, for a checkpoint."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in zip(self.names, self.masters, strict=True):
+            tensors[f"master.{name}"] = master.detach()
+            for key, value in self.adamw.state.get(master, {}).items():
+                tensors[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return tensors
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `state_tensors` returned; every master must be there, and no unknown name.
+
+        Raises:
+            ConfigError: names are missing or unexpected (both are listed).
+        """
+        masters = {f"master.{name}" for name in self.names}
+        found = {key for key in tensors if key.startswith("master.")}
+        if masters != found:
+            raise ConfigError(
+                f"optimizer state does not fit the model: missing {sorted(masters - found)[:5]}, "
+                f"unexpected {sorted(found - masters)[:5]}. Resume with the model that the run was started with."
+            )
+        for name, master in zip(self.names, self.masters, strict=True):
+            master.copy_(tensors[f"master.{name}"])
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]
+            if keys:
+                self.adamw.state[master] = {key: tensors[f"{key}.{name}"].clone() for key in keys}
+        self._write_copies()
+
+
+def _master_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
