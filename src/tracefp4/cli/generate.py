@@ -1,0 +1,36 @@
+"""`tracefp4 generate`: text from any checkpoint, through the package's own engine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tracefp4.cli.options import ModeOption, SeedOption
+
+
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="A local Hugging Face checkpoint directory.")],
+    prompts: Annotated[list[str], typer.Argument(help="One or more prompts.")],
+    mode: ModeOption = "fp4",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Wrap each prompt in the tokenizer's chat template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest completion.", min=1)] = 64,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", help="0 is greedy; by default the checkpoint's generation config.", min=0.0
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", help="Completions per prompt.", min=1)] = 1,
+    seed: SeedOption = 0,
+) -> None:
+    """Generate completions."""
+    from tracefp4.rl.evaluation import generate_text
+
+    settings = {"mode": mode, "chat": chat, "max_tokens": max_tokens, "temperature": temperature}
+    completions = generate_text(str(checkpoint), prompts, samples=samples, seed=seed, settings=settings)
+    for prompt, texts in zip(prompts, completions, strict=True):
+        typer.secho(prompt, fg=typer.colors.CYAN)
+        for text in texts:
+            typer.echo(text)

@@ -1,0 +1,59 @@
+"""What a person sees while a command runs: one line per step, tables at the end. Rich is imported when used."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from tracefp4.diagnostics.report import MISMATCH_KEY, REWARD_KEY, Table, number
+
+
+class StepPrinter:
+    """Prints one line per training step: call it with the step's metrics."""
+
+    def __init__(self, *, total: int, label: str = "step") -> None:
+        self._total = total
+        self._label = label
+        self._started_s = time.monotonic()
+
+    def __call__(self, metrics: Mapping[str, Any]) -> None:
+        """Print the step's number, reward, mismatch and the time that is left at this pace."""
+        step = int(metrics["step"]) + 1
+        elapsed_s = time.monotonic() - self._started_s
+        reward, mismatch = number(metrics.get(REWARD_KEY), digits=3), number(metrics.get(MISMATCH_KEY))
+        typer.echo(
+            f"{self._label} {step:4d}/{self._total}   reward {reward:>6}   mean |d log p| {mismatch:>8}   {elapsed_s:5.0f} s"
+        )
+
+
+class DemoPrinter:
+    """Prints the demo's progress: call it with one line of text, it adds the time since the start."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Print one event."""
+        typer.echo(f"[{time.monotonic() - self._started_s:5.0f} s] {text}")
+
+
+def print_table(table: Table) -> None:
+    """Print a table to the terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+
+    console = Console()
+    shown = RichTable(box=SIMPLE_HEAD)
+    for index, name in enumerate(table.header):
+        is_number = all(row[index][:1] in "0123456789+-" for row in table.rows)
+        shown.add_column(name, justify="right" if is_number and index else "left", overflow="fold")
+    for row in table.rows:
+        shown.add_row(*map(escape, row))
+    console.print(f"[bold]{escape(table.title)}[/bold]")
+    console.print(shown)
+    if table.caption:
+        console.print(escape(table.caption), style="dim")
+        console.print()

@@ -1,0 +1,268 @@
+"""What a plan costs: guidance bytes per token, weight and KV memory, and whether it fits a card. Pure Python.
+
+The decisions come from `patching.rules`, the sizes from `patching.shapes`; this file only multiplies. Bytes
+per token of one site of width K at b bits per value: K * b / 8 for the codes and K / 16 for the block scales
+(both are the codec's); a row scheme adds one exponent byte per row, and routing replay one id per expert
+chosen. None of it is measured: activations, workspaces and fragmentation are not counted.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tracefp4.errors import ConfigError
+from tracefp4.patching.rules import ModuleDecision, PlanRules, decide, guided_layers
+from tracefp4.patching.shapes import ModelShape, modules, num_parameters
+
+CODEC_BITS: Mapping[str, int] = {"full": 4, "mantissa": 1}
+BLOCK_SIZE = 16
+BF16_BYTES = 2
+FP4_BYTES = 0.5 + 1 / BLOCK_SIZE
+# bf16 weight 2, bf16 gradient 2, fp32 master copy 4, two fp32 Adam moments 8.
+TRAINER_BYTES_PER_PARAMETER = 16
+USABLE_FRACTION = 0.9
+GIB = 1024**3
+# H200: what its driver reports. The others are datasheet sizes, H100 and B200 in decimal gigabytes.
+CARD_BYTES: Mapping[str, int] = {
+    "h200": 139 * GIB,
+    "h100": 80 * 10**9,
+    "b200": 180 * 10**9,
+    "rtx4090": 24 * GIB,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteSize:
+    """One recorded site: what one token adds to it."""
+
+    kind: str
+    """`x`, `k`, `v` or `w2`."""
+    layer: int
+    """Decoder layer."""
+    width: int
+    """Values per token; a multiple of 16."""
+    rows: int = 0
+    """Rows with their own outer exponent per token: 1 for x, top_k for w2, 0 for the static K and V."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuidanceBytes:
+    """Bytes per token of one record, by purpose."""
+
+    activations: int
+    """Codec bytes (codes and block scales) of the sites x and w2."""
+    kv: int
+    """Codec bytes of the sites k and v."""
+    row_exponents: int
+    """One byte per row of a row scheme."""
+    routed_ids: int
+    """One id per token, layer and chosen expert: 1 byte up to 256 experts, else 2."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.kv + self.row_exponents + self.routed_ids
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes of one model on one device, in bf16 and under the plan."""
+
+    parameters: int
+    """Parameters of the whole model."""
+    weights_bf16: int
+    """All weights in bf16."""
+    weights_plan: int
+    """Weights of the engine: quantized experts in FP4, the rest in bf16."""
+    kv_bf16: int
+    """KV cache of the whole batch at the asked context, in bf16."""
+    kv_plan: int
+    """The same under the plan."""
+    state: int
+    """Recurrent state of DeltaNet layers (fp32) for the whole batch; 0 for pure attention models."""
+    trainer: int
+    """bf16 weights and gradients, fp32 master weights and Adam moments."""
+
+
+def check_block(sizes: Mapping[str, int], *, block: int = BLOCK_SIZE) -> None:
+    """Refuse sizes that are not a multiple of the block.
+
+    Raises:
+        ConfigError: names the size, its value and the multiple.
+    """
+    for name, size in sizes.items():
+        if size % block:
+            raise ConfigError(
+                f"plan: FP4 needs {name} divisible by {block}; got {size}. Use a model with {name} a multiple "
+                f"of {block}, or exclude the modules in the plan."
+            )
+
+
+def codec_bytes(width: int, codec: str) -> int:
+    """Return the bytes of codes and block scales of `width` values: K*bits/8 + K/16.
+
+    Raises:
+        ConfigError: an unknown codec, or a width that is not a multiple of 16.
+    """
+    if codec not in CODEC_BITS:
+        raise ConfigError(f"plan: unknown codec {codec!r}; known: {', '.join(CODEC_BITS)}.")
+    check_block({"the width of a site": width})
+    return width * CODEC_BITS[codec] // 8 + width // BLOCK_SIZE
+
+
+def guidance_bytes(
+    sites: Iterable[SiteSize], *, codec: str, num_routed_ids: int, num_experts: int
+) -> GuidanceBytes:
+    """Add up what one token of a record weighs.
+
+    Args:
+        sites: the guided sites.
+        codec: `full` or `mantissa`.
+        num_routed_ids: expert ids per token over all layers; 0 when routing is not replayed.
+        num_experts: routed experts, which sets the bytes of one id.
+    """
+    activations = kv = exponents = 0
+    for site in sites:
+        if site.kind in ("k", "v"):
+            kv += codec_bytes(site.width, codec)
+        else:
+            activations += codec_bytes(site.width, codec)
+        exponents += site.rows
+    id_bytes = 1 if num_experts <= 256 else 2
+    return GuidanceBytes(
+        activations=activations, kv=kv, row_exponents=exponents, routed_ids=num_routed_ids * id_bytes
+    )
+
+
+def decisions_for(shape: ModelShape, rules: PlanRules) -> tuple[ModuleDecision, ...]:
+    """Apply the decision rule to a shape.
+
+    Raises:
+        ConfigError: FP4 was asked for and nothing was selected, a size does not divide by the block, or an
+            exclude pattern matches nothing.
+    """
+    names = [m.name for m in modules(shape)]
+    decisions = decide(names, num_layers=shape.layers, rules=rules)
+    if rules.mode == "bf16":
+        return decisions
+    chosen = {d.kind for d in decisions if d.is_quantized}
+    if not chosen:
+        raise ConfigError(
+            f"plan: FP4 was asked for and no module of {shape.name} was selected (exclude={list(rules.exclude)}, "
+            f"last_layers_bf16={rules.last_layers_bf16} of {shape.layers} layers). "
+            'Relax the rules, or say mode = "bf16".'
+        )
+    if "experts" in chosen:
+        check_block({"hidden_size": shape.hidden, "moe_intermediate_size": shape.moe_inter})
+    if "kv" in chosen:
+        check_block({"head_dim": shape.head_dim})
+    return decisions
+
+
+def guided_sites(
+    shape: ModelShape, decisions: Iterable[ModuleDecision], rules: PlanRules
+) -> tuple[SiteSize, ...]:
+    """List the sites that are recorded: quantized, in a guided layer, and of a named kind.
+
+    Raises:
+        ConfigError: guidance was asked for and no site is left.
+    """
+    if rules.guidance == "none" or rules.mode == "bf16":
+        return ()
+    layers = set(guided_layers(rules.layers, num_layers=shape.layers))
+    sizes = {
+        "x": ("experts", shape.hidden, 1),
+        "k": ("kv", shape.kv_width, 0),
+        "v": ("kv", shape.kv_width, 0),
+        "w2": ("experts", shape.top_k * shape.moe_inter, shape.top_k),
+    }
+    found = []
+    for decision in decisions:
+        if not decision.is_quantized or decision.layer is None or decision.layer not in layers:
+            continue
+        for kind in rules.sites:
+            owner, width, rows = sizes[kind]
+            if owner == decision.kind:
+                found.append(SiteSize(kind=kind, layer=decision.layer, width=width, rows=rows))
+    if not found:
+        raise ConfigError(
+            f"plan: guidance {rules.guidance!r} selects no site of {shape.name} (sites={list(rules.sites)}, "
+            f'layers={rules.layers!r}). Name a quantized site, or say guidance = "none".'
+        )
+    return tuple(found)
+
+
+def record_bytes(shape: ModelShape, decisions: Iterable[ModuleDecision], rules: PlanRules) -> GuidanceBytes:
+    """Return the bytes per token of the records that a plan makes; all zero without guidance."""
+    sites = guided_sites(shape, decisions, rules)
+    if not sites:
+        return GuidanceBytes(activations=0, kv=0, row_exponents=0, routed_ids=0)
+    ids = len(shape.moe_layers) * shape.top_k if rules.replay_routing else 0
+    return guidance_bytes(sites, codec=rules.guidance, num_routed_ids=ids, num_experts=shape.experts)
+
+
+def _kv_bytes(shape: ModelShape, quantized: set[int], context: int) -> tuple[int, int]:
+    bf16 = plan = 0.0
+    for i in shape.attention_layers:
+        tokens = min(context, shape.window) if shape.window and i in shape.windowed_layers else context
+        values = 2 * shape.kv_width * tokens
+        bf16 += values * BF16_BYTES
+        plan += values * (FP4_BYTES if i in quantized else BF16_BYTES)
+    return int(bf16), int(plan)
+
+
+def _state_bytes(shape: ModelShape) -> int:
+    layers = shape.layers - len(shape.attention_layers)
+    matrices = shape.delta_v_heads * shape.delta_dim**2 * 4
+    taps = (
+        (2 * shape.delta_qk_heads + shape.delta_v_heads)
+        * shape.delta_dim
+        * (shape.delta_conv - 1)
+        * BF16_BYTES
+    )
+    return layers * (matrices + taps)
+
+
+def memory(shape: ModelShape, decisions: Iterable[ModuleDecision], *, context: int, batch: int) -> Memory:
+    """Return what weights, KV cache and optimizer need.
+
+    Args:
+        shape: the model.
+        decisions: from `decisions_for`.
+        context: tokens per sequence, at least 1.
+        batch: sequences at once, at least 1.
+
+    Raises:
+        ConfigError: context or batch below 1.
+    """
+    for name, value in (("context", context), ("batch", batch)):
+        if value < 1:
+            raise ConfigError(f"plan: {name} must be at least 1; got {value}.")
+    experts = {d.name for d in decisions if d.is_quantized and d.kind == "experts"}
+    caches = {d.layer for d in decisions if d.is_quantized and d.kind == "kv" and d.layer is not None}
+    total = num_parameters(shape)
+    quantized = sum(m.num_matrix_parameters for m in modules(shape) if m.name in experts)
+    kv_bf16, kv_plan = _kv_bytes(shape, caches, context)
+    return Memory(
+        parameters=total,
+        weights_bf16=total * BF16_BYTES,
+        weights_plan=int((total - quantized) * BF16_BYTES + quantized * FP4_BYTES),
+        kv_bf16=kv_bf16 * batch,
+        kv_plan=kv_plan * batch,
+        state=_state_bytes(shape) * batch,
+        trainer=total * TRAINER_BYTES_PER_PARAMETER,
+    )
+
+
+def card_bytes(card: str) -> int:
+    """Return the memory of a card: a known name, or `NGB` for N gibibytes.
+
+    Raises:
+        ConfigError: neither.
+    """
+    name = card.lower()
+    if name in CARD_BYTES:
+        return CARD_BYTES[name]
+    number = name.removesuffix("gb")
+    if number != name and number.replace(".", "", 1).isdigit() and float(number) > 0:
+        return int(float(number) * GIB)
+    raise ConfigError(f"plan: unknown card {card!r}; known: {', '.join(CARD_BYTES)}, or a size such as 48GB.")

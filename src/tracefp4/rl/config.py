@@ -1,0 +1,225 @@
+"""What a run is: one frozen dataclass per table of a recipe, composed into RunConfig. Plain data, no torch.
+
+A recipe is TOML for people; `cli.config` reads it strictly into these classes, and the resolved form, with
+every default, goes into the run directory as JSON. Each class checks its own ranges; nothing here runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tracefp4.errors import ConfigError
+from tracefp4.patching.rules import PlanRules
+
+
+def _require(is_valid: bool, name: str, value: object, allowed: str) -> None:
+    if not is_valid:
+        raise ConfigError(
+            f"{name}: got {value!r}; allowed: {allowed}. Change it in the recipe or with --set."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """`[model]`: the checkpoint that the run starts from."""
+
+    path: str
+    """Local directory of a Hugging Face checkpoint of the Qwen3-MoE family, tokenizer included. Required."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """`[task]`: where prompts come from and how answers are judged."""
+
+    kind: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
+    """`reasoning_gym`: a generated task by name; `jsonl`: a file with one problem per line."""
+    name: str = ""
+    """Name of the reasoning-gym task, e.g. `basic_arithmetic`. Required for that kind."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Options of the reasoning-gym task, passed to it as they stand."""
+    path: str = ""
+    """The JSONL file: `prompt` or chat `messages`, and `answer`, per line. Required for that kind."""
+    seed: int = 0
+    """Seed of the prompt stream; the held-out items use another one derived from it."""
+    reward: str = "task"
+    """`task` (the task's own score), `math_verify`, or a dotted function `package.module:function`."""
+    reward_timeout_s: float = 10.0
+    """Wall-clock limit of one reward call, in seconds."""
+    reward_on_error: Literal["zero", "skip", "raise"] = "zero"
+    """What a reward that raises or times out becomes: reward 0, a dropped sample, or the end of the run."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.kind != "reasoning_gym" or bool(self.name), "task.name", self.name, "a reasoning-gym task"
+        )
+        _require(self.kind != "jsonl" or bool(self.path), "task.path", self.path, "a JSONL file")
+        _require(self.reward_timeout_s > 0, "task.reward_timeout_s", self.reward_timeout_s, "above 0 seconds")
+        known = self.reward in ("task", "math_verify") or self.reward.count(":") == 1
+        _require(known, "task.reward", self.reward, "'task', 'math_verify' or 'package.module:function'")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """`[rollout]`: how completions are sampled, and the size of the engine."""
+
+    num_prompts: int = 16
+    """Prompts per rollout (Q)."""
+    samples_per_prompt: int = 8
+    """Completions per prompt (R), the GRPO group."""
+    max_tokens: int = 64
+    """Longest completion, in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature; above 0, because a greedy rollout has no importance weights."""
+    top_p: float = 1.0
+    """Nucleus mass; 1 keeps the whole vocabulary."""
+    top_k: int = 0
+    """Number of most likely tokens kept; 0 keeps all."""
+    num_pages: int = 512
+    """Pages of the KV pool, shared by all sequences."""
+    page_size: int = 16
+    """Tokens per page."""
+    max_batch: int = 64
+    """Sequences that run at once."""
+    max_tokens_per_step: int = 2048
+    """Most tokens in one engine step, prefill and decode together."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_prompts",
+            "samples_per_prompt",
+            "max_tokens",
+            "num_pages",
+            "page_size",
+            "max_batch",
+        ):
+            _require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "1 or more")
+        _require(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
+        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
+        _require(self.top_k >= 0, "rollout.top_k", self.top_k, "0 (off) or more")
+        _require(
+            self.max_tokens_per_step >= self.max_batch,
+            "rollout.max_tokens_per_step",
+            self.max_tokens_per_step,
+            f"at least rollout.max_batch ({self.max_batch})",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """`[train]`: the optimizer and its steps."""
+
+    steps: int = 100
+    """Rollouts of the run; each is followed by `optimizer_steps_per_rollout` optimizer steps."""
+    lr: float = 1e-5
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly from 0; constant afterwards."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Decay of the two Adam moments."""
+    grad_clip: float = 1.0
+    """Largest gradient norm; 0 switches clipping off."""
+    micro_batch_tokens: int = 4096
+    """Most tokens, padding included, in one forward pass of the trainer."""
+    optimizer_steps_per_rollout: int = 1
+    """Optimizer steps that one rollout's samples are split over."""
+    max_version_diff: int = 3
+    """Largest lag, in weight versions, of a sample that is still used; older ones are dropped and counted."""
+    seed: int = 0
+    """Seed of everything that the run draws."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    truncated: Literal["mask", "penalize", "train"] = "mask"
+    """Completions that ran into max_tokens: left out of the loss, given reward 0, or trained as they are."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "micro_batch_tokens", "optimizer_steps_per_rollout"):
+            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "1 or more")
+        for name in ("warmup_steps", "weight_decay", "grad_clip", "max_version_diff"):
+            _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+        _require(self.lr > 0, "train.lr", self.lr, "above 0")
+        _require(
+            all(0 <= beta < 1 for beta in self.betas), "train.betas", self.betas, "two numbers in [0, 1)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """`[loss]`: the policy-gradient loss."""
+
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    aggregation: Literal["token_mean", "dr_grpo"] = "token_mean"
+    """`token_mean`: mean over all trained tokens; `dr_grpo`: sum over tokens divided by a constant."""
+    advantage_std: bool = True
+    """Divide the advantages of a group by its unbiased standard deviation + 1e-6."""
+    tis_cap: float = 5.0
+    """Cap of the truncated importance weight old/rollout; 0 switches the weight off."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty towards the starting checkpoint; 0 loads no reference model."""
+
+    def __post_init__(self) -> None:
+        _require(0 < self.clip_low < 1, "loss.clip_low", self.clip_low, "above 0, below 1")
+        _require(self.clip_high > 0, "loss.clip_high", self.clip_high, "above 0")
+        _require(self.tis_cap >= 0, "loss.tis_cap", self.tis_cap, "0 (off) or more")
+        _require(self.kl_coef >= 0, "loss.kl_coef", self.kl_coef, "0 (off) or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """`[run]`: what is written, where, and how often."""
+
+    dir: str = "runs/run"
+    """Run directory: resolved config, manifest, metrics, checkpoints, records."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints; 0 writes only the last one."""
+    keep_last: int = 2
+    """Checkpoints that are kept."""
+    save_records: bool = False
+    """Keep the guidance records of every rollout in the run directory."""
+    tensorboard: bool = False
+    """Also write metrics for TensorBoard (needs the `tensorboard` extra)."""
+    wandb: bool = False
+    """Also send metrics to Weights & Biases (needs the `wandb` extra and its own log-in)."""
+    eval_every: int = 0
+    """Steps between evaluations on held-out items; 0 evaluates before and after only."""
+    eval_items: int = 256
+    """Held-out items per evaluation; 0 skips evaluation."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.dir), "run.dir", self.dir, "a directory name")
+        _require(self.keep_last >= 1, "run.keep_last", self.keep_last, "1 or more")
+        for name in ("checkpoint_every", "eval_every", "eval_items"):
+            _require(getattr(self, name) >= 0, f"run.{name}", getattr(self, name), "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A whole run: the tables of a recipe, in this order."""
+
+    model: ModelConfig
+    """The starting checkpoint."""
+    task: TaskConfig
+    """Prompts and rewards."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling and engine."""
+    quantization: PlanRules = field(default_factory=PlanRules)
+    """What is FP4, what is recorded, and how it is followed; the same in engine and trainer."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Optimizer."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Loss."""
+    run: RunSettings = field(default_factory=RunSettings)
+    """Output."""
+
+    def __post_init__(self) -> None:
+        samples = self.rollout.num_prompts * self.rollout.samples_per_prompt
+        _require(
+            samples >= self.train.optimizer_steps_per_rollout,
+            "train.optimizer_steps_per_rollout",
+            self.train.optimizer_steps_per_rollout,
+            f"at most the {samples} samples of one rollout",
+        )
