@@ -1,10 +1,11 @@
 """From engine steps to records: keep each step's batch as it is, cut it by sequence once, at the end.
 
-A step rounds N flat tokens of many sequences at every site. StepLog is the Sink of `with record(...)`: it keeps the
-step's whole tensors, and the engine keeps, per sequence, the flat row (`first row of the step` + place in the batch)
-of every position it accepts. Rejected drafts, preempted passes and shared prompts are then only a matter of which
-rows a sequence lists. `build` does one concatenation, one gather and one packing per site for all sequences asked
-for. Memory: one byte per value until built; a log serves one batch of requests and is dropped after.
+A step rounds N flat tokens of many sequences at every site. StepLog is the Sink of `with record(...)`: it
+keeps the step's whole tensors, and the engine keeps, per sequence, the flat row (`first row of the step` +
+place in the batch) of every position it accepts. Rejected drafts, preempted passes and shared prompts are
+then only a matter of which rows a sequence lists. `build` does one concatenation, one gather and one packing
+per site for all sequences asked for. Memory: one byte per value until built; a log serves one batch of
+requests and is dropped after.
 
     log = StepLog(sites=..., routed_layers=..., num_experts=E)
     first = log.begin_step(num_tokens=N)
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from tracefp4.errors import RecordError
 from tracefp4.guidance.payload import FULL
-from tracefp4.guidance.record import Record, RecordIdentity, Site, SiteRecord
+from tracefp4.guidance.record import Record, RecordIdentity, Site, SiteRecord, has_impossible_experts
 
 if TYPE_CHECKING:
     from tracefp4.ops.guided_quantize import Rounded
@@ -66,7 +67,9 @@ class StepLog:
         num_experts: ids outside 0 .. num_experts-1 are refused when records are built.
     """
 
-    def __init__(self, *, sites: Sequence[Site], routed_layers: Sequence[int] = (), num_experts: int = 0) -> None:
+    def __init__(
+        self, *, sites: Sequence[Site], routed_layers: Sequence[int] = (), num_experts: int = 0
+    ) -> None:
         self._steps = {site: _SiteSteps() for site in sites}
         self._routed: dict[int, list[Tensor]] = {layer: [] for layer in routed_layers}
         self._num_experts = num_experts
@@ -90,12 +93,13 @@ class StepLog:
         steps = self._steps.get(site)
         if steps is None:
             return
+        assert rounded.codes is not None, "a recorded site is rounded with codes"
         rows = rounded.codes.shape[0]
         tokens = self._tokens_of_open_step()
-        if tokens and rows % tokens or (not tokens and rows):
+        if (tokens and rows % tokens) or (not tokens and rows):
             raise RecordError(
-                f"Site {site} rounded {rows} rows in a step of {tokens} tokens. The rows must be a multiple of the "
-                "tokens. Call begin_step with the flat batch size."
+                f"Site {site} rounded {rows} rows in a step of {tokens} tokens. The rows must be a multiple "
+                "of the tokens. Call begin_step with the flat batch size."
             )
         steps.rows_per_token = rows // tokens if tokens else steps.rows_per_token
         steps.codes.append(rounded.codes)
@@ -117,9 +121,10 @@ class StepLog:
         wrong = {name: count for name, count in counts.items() if count != self._num_steps}
         if wrong:
             raise RecordError(
-                f"A step was not recorded exactly once everywhere; after step {self._num_steps} these have another "
-                f"number of observations: {wrong} (fewer: the site recorded nothing). Every planned site is observed "
-                "once per step. Check that the model calls round_site and route_site there, under record(log)."
+                f"A step was not recorded exactly once everywhere; after step {self._num_steps} these have "
+                f"another number of observations: {wrong} (fewer: the site recorded nothing). Every planned "
+                "site is observed once per step. Check that the model calls round_site and route_site there, "
+                "under record(log)."
             )
         self._num_rows += tokens
         self._open_tokens = None
@@ -157,8 +162,7 @@ class StepLog:
             for i, (entry, length) in enumerate(zip(sequences, lengths, strict=True))
         ]
         if self._routed:
-            for record in records:
-                record.check_routing(self._num_experts)
+            _check_routing(records, num_experts=self._num_experts)
         return records
 
     def _tokens_of_open_step(self) -> int:
@@ -204,6 +208,14 @@ class StepLog:
             return None
         by_layer = [_gathered(steps, rows) for steps in self._routed.values()]
         return torch.stack(by_layer, dim=1).split(lengths)
+
+
+def _check_routing(records: list[Record], *, num_experts: int) -> None:
+    """One look at all rows; the records are asked one by one only to name what is wrong."""
+    routed = [record.routed for record in records if record.routed is not None]
+    if routed and has_impossible_experts(torch.cat(routed), num_experts=num_experts).any():
+        for record in records:
+            record.check_routing(num_experts)
 
 
 def _joined_rows(rows: list[Tensor]) -> Tensor:

@@ -1,20 +1,21 @@
 """Record <-> bytes: self-describing, exact, and refused when anything is off.
 
-Layout, little-endian: magic (8 bytes), schema version (u32), header length (u32), header (ASCII JSON: identity, span,
-layout of every array), the arrays one after another as raw bytes, and a 16-byte BLAKE2b digest of all before it. The
-schema version is read first, so a reader of another schema is told so instead of a checksum error; every bit is under
-one check or another. No pickle: reading a record runs no code of the writer.
+Layout, little-endian (as is every machine that torch is built for): magic (8 bytes), schema version (u32),
+header length (u32), header (ASCII JSON: identity, span, layout of every array), the arrays one after another
+as raw bytes, and a 16-byte BLAKE2b digest of all before it. The schema version is read first, so a reader of
+another schema is told so instead of a checksum error; every bit is under one check or another. No pickle:
+reading a record runs no code of the writer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,14 +24,22 @@ from tracefp4.guidance.payload import CODECS, FULL, MANTISSA, Codec, codec_by_na
 from tracefp4.guidance.record import SITE_KINDS, Record, RecordIdentity, Site, SiteKind, SiteRecord
 
 __all__ = [
-    "CODECS", "FULL", "MANTISSA", "SCHEMA_VERSION", "Codec", "codec_by_name", "record_from_bytes", "record_to_bytes",
-]  # fmt: skip
+    "CODECS",
+    "FULL",
+    "MANTISSA",
+    "SCHEMA_VERSION",
+    "Codec",
+    "codec_by_name",
+    "record_from_bytes",
+    "record_to_bytes",
+]
 
 MAGIC = b"TFP4REC\n"
 SCHEMA_VERSION = 1
 CHECKSUM_BYTES = 16
 _PREFIX = struct.Struct("<8sII")
-_DTYPES = {"u1": torch.uint8, "i1": torch.int8, "i2": torch.int16, "i4": torch.int32}
+_DTYPES = {"i1": torch.int8, "i2": torch.int16, "i4": torch.int32}
+_KINDS = {torch.uint8: "u1"} | {dtype: kind for kind, dtype in _DTYPES.items()}
 
 
 def record_to_bytes(record: Record) -> bytes:
@@ -40,9 +49,8 @@ def record_to_bytes(record: Record) -> bytes:
     def put(array: Tensor | None) -> list[Any] | None:
         if array is None:
             return None
-        raw = array.detach().cpu().contiguous().numpy()
-        buffers.append(raw.astype(raw.dtype.newbyteorder("<"), copy=False).tobytes())
-        return [raw.dtype.str[1:], list(raw.shape)]
+        buffers.append(array.cpu().contiguous().numpy().tobytes())
+        return [_KINDS[array.dtype], list(array.shape)]
 
     identity = record.identity
     versions = identity.weight_versions
@@ -84,8 +92,9 @@ def record_from_bytes(
     Args:
         data: what record_to_bytes wrote.
         scheme_digest, plan_digest: this side's digests, checked when given (give both in a trainer).
-    Raises: RecordError for bytes that are no record, another schema version, a wrong checksum or another digest, each
-        with the value found and the value expected.
+    Raises: RecordError for bytes that are no record, another schema version, a wrong checksum or another
+    digest,
+        each with the value found and the value expected.
     """
     header, buffer = _opened(data)
     arrays = _Arrays(buffer=buffer)
@@ -120,17 +129,19 @@ def record_from_bytes(
 class _Arrays:
     """Arrays read one after another, in the order in which they were written."""
 
-    buffer: bytearray
+    buffer: Tensor
     offset: int = 0
 
     def take(self, layout: list[Any] | None) -> Tensor | None:
         if layout is None:
             return None
         kind, shape = layout
-        count = int(np.prod(shape, dtype=np.int64))
-        array = np.frombuffer(self.buffer, dtype=np.dtype("<" + kind), count=count, offset=self.offset)
-        self.offset += array.nbytes
-        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False)).reshape(shape)
+        end = self.offset + math.prod(shape) * int(kind[1:])
+        raw, self.offset = self.buffer[self.offset : end], end
+        if kind == "u1":
+            return raw.view(shape)
+        # Copied: a wider element may lie at an odd offset.
+        return raw.clone().view(_DTYPES[kind]).view(shape)
 
 
 def _site(entry: dict[str, Any], arrays: _Arrays) -> tuple[Site, SiteRecord]:
@@ -150,12 +161,12 @@ def _site(entry: dict[str, Any], arrays: _Arrays) -> tuple[Site, SiteRecord]:
     return Site(cast(SiteKind, kind), layer), part
 
 
-def _opened(data: bytes) -> tuple[dict[str, Any], bytearray]:
+def _opened(data: bytes) -> tuple[dict[str, Any], Tensor]:
     """Header and array bytes, after magic, schema and checksum."""
     if len(data) < _PREFIX.size + CHECKSUM_BYTES or data[: len(MAGIC)] != MAGIC:
         raise RecordError(
-            f"Not a record; got {len(data)} bytes that begin with {data[: len(MAGIC)]!r}. A record begins with "
-            f"{MAGIC!r}. Check the store key."
+            f"Not a record; got {len(data)} bytes that begin with {data[: len(MAGIC)]!r}. A record begins "
+            f"with {MAGIC!r}. Check the store key."
         )
     _, schema, header_bytes = _PREFIX.unpack_from(data)
     if schema != SCHEMA_VERSION:
@@ -167,11 +178,13 @@ def _opened(data: bytes) -> tuple[dict[str, Any], bytearray]:
     expected = _checksum(body)
     if found != expected:
         raise RecordError(
-            f"Record refused: its checksum is {found.hex()}, its bytes give {expected.hex()}. Both must be equal. "
-            "The bytes were damaged or cut; drop this record (its positions round to nearest)."
+            f"Record refused: its checksum is {found.hex()}, its bytes give {expected.hex()}. Both must be "
+            "equal. The bytes were damaged or cut; drop this record (its positions round to nearest)."
         )
     end = _PREFIX.size + header_bytes
-    return json.loads(body[_PREFIX.size : end]), bytearray(body[end:])
+    raw = bytearray(body[end:])
+    arrays = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)
+    return json.loads(body[_PREFIX.size : end]), arrays
 
 
 def _checksum(body: bytes) -> bytes:

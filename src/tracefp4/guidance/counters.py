@@ -1,14 +1,14 @@
 """How well a replayed pass agreed with the rollout: counts per site and per router, never a log of events.
 
-A site's counts are written as one value and overwritten when the site runs again, so activation recomputation cannot
-count twice. Counts of codes treat 0x0 and 0x8 (zero and negative zero) as equal. Counts against a reference exist
-only where a full record was given for measuring; None there means not measured, which is not zero. Counts may stay
-0-dim tensors until they are read, so counting does not wait for a device.
+A site's counts are written as one value and overwritten when the site runs again, so activation recomputation
+cannot count twice. Counts of codes treat 0x0 and 0x8 (zero and negative zero) as equal. Counts against a
+reference exist only where a full record was given for measuring; None there means not measured, which is not
+zero. Counts may stay 0-dim tensors until they are read, so counting does not wait for a device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -47,7 +47,7 @@ class SiteCounts:
     def resolved(self) -> SiteCounts:
         """The same counts as plain ints."""
         read = {item.name: getattr(self, item.name) for item in fields(self)}
-        return SiteCounts(**{name: None if value is None else int(value) for name, value in read.items()})
+        return replace(self, **{name: int(value) for name, value in read.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +74,12 @@ class Counters:
     def total(self) -> SiteCounts:
         """Sums over the sites, as ints; a measured count is the sum over the sites that were measured."""
         counts = [entry.resolved() for entry in self.sites.values()]
-        sums: dict[str, int | None] = {}
+        total = SiteCounts(values=0, positions=0, positions_guided=0, positions_missing=0, values_changed=0)
         for item in fields(SiteCounts):
             found = [value for entry in counts if (value := getattr(entry, item.name)) is not None]
-            optional = item.name not in ("values", "positions", "positions_guided", "positions_missing", "values_changed")
-            sums[item.name] = None if optional and not found else sum(found)
-        return SiteCounts(**sums)  # type: ignore[arg-type]  # the five required names are never None above
+            if found:
+                total = replace(total, **{item.name: sum(found)})
+        return total
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -104,6 +104,7 @@ def compare(*, rounded: Rounded, nearest: Rounded, reference: Reference) -> dict
         nearest: the same input rounded to nearest under its own scales.
         reference: the rollout's codes and scales.
     """
+    assert rounded.codes is not None and nearest.codes is not None
     rows = reference.valid.sum()
     other_blocks = nearest.block_scales != reference.block_scales
     if reference.exponent is not None:

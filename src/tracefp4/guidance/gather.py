@@ -1,9 +1,9 @@
 """Look rows of many records up by (batch row, position): one index per batch, one index_select per array.
 
-The index is a pure function of the positions and the records, so asking twice, in any order, from a recomputation or
-another micro-batch, gives the same rows. A place is invalid where its position is -1 (padding), where it has no
-record, where the position lies outside the record or outside the site's records, and where the record itself says so.
-Invalid places read row 0 and must be ignored through `valid`.
+The index is a pure function of the positions and the records, so asking twice, in any order, from a
+recomputation or another micro-batch, gives the same rows. A place is invalid where its position is -1
+(padding), where it has no record, where the position lies outside the record or outside the site's records,
+and where the record itself says so. Invalid places read row 0 and must be ignored through `valid`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class RecordRows:
         index = self._index(lambda record: site in record.sites)
         if index is None:
             return None
-        parts = [record.sites[site] for record in self._records if record is not None and site in record.sites]
+        parts = [
+            record.sites[site] for record in self._records if record is not None and site in record.sites
+        ]
         first = parts[0]
         _check_same_layout(site, parts)
         rows, valid = index.rows, index.valid
@@ -129,7 +131,7 @@ class RecordRows:
         return joined.index_select(0, rows).to(self._device)
 
     def _index(self, has_rows: Callable[[Record], bool]) -> _Index | None:
-        """Row of every place in the concatenation of the records that have rows; None if no place is valid."""
+        """Row of every place in the concatenated records that have rows; None if no place is valid."""
         present = tuple(record is not None and has_rows(record) for record in self._records)
         if present not in self._indices:
             self._indices[present] = self._locate(present)
@@ -167,8 +169,8 @@ def _check_same_rules(records: list[Record]) -> None:
     found = {(record.identity.scheme_digest, record.identity.plan_digest) for record in records}
     if len(found) > 1:
         raise RecordError(
-            f"Records of one batch were made under different rules; got (scheme digest, plan digest) {sorted(found)}. "
-            "All must be equal. Replay only records of this run's scheme and plan."
+            "Records of one batch were made under different rules; got (scheme digest, plan digest) "
+            f"{sorted(found)}. All must be equal. Replay only records of this run's scheme and plan."
         )
 
 

@@ -1,28 +1,31 @@
-"""Joining and comparing records: a prompt's rows with a completion's, one record with another, bit for bit."""
+"""Whole records: join a prompt's with a completion's, recode a batch of them, compare two bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tracefp4.errors import RecordError
-from tracefp4.guidance.record import Record, SiteRecord
+from tracefp4.guidance.payload import FULL, codec_by_name
+from tracefp4.guidance.record import Record, Site, SiteRecord
 
 
 def concat(prompt: Record, completion: Record) -> Record:
     """Join a prompt's record and the record that continues it.
 
-    The result has the completion's trajectory, starts where the prompt starts and keeps each position's version.
-    Raises: RecordError if the second does not start where the first ends, or if digests, sites, codecs or shapes
-    differ.
+    The result has the completion's trajectory, starts where the prompt starts and keeps each position's
+    version.
+    Raises: RecordError if the second does not start where the first ends, or if digests, sites, codecs or
+    shapes differ.
     """
     end = prompt.start + prompt.length
     if completion.start != end:
         raise RecordError(
             f"Records are not adjacent; got one that ends before position {end} and one that starts at "
-            f"{completion.start}. The second must start at {end}. Check which prompt this completion belongs to."
+            f"{completion.start}. The second must start at {end}. Check this completion's prompt."
         )
     prompt.check(
         scheme_digest=completion.identity.scheme_digest,
@@ -41,6 +44,27 @@ def concat(prompt: Record, completion: Record) -> Record:
         routed=routed,
         valid=torch.cat([prompt.valid, completion.valid]),
     )
+
+
+def recode_all(records: Sequence[Record], codec: str) -> list[Record]:
+    """Recode many records with one encoding per site; the result is `record.recode(codec)` for each.
+
+    Raises: RecordError if a record has dropped the bits that `codec` needs.
+    """
+    parts = [(site, part) for record in records for site, part in record.sites.items()]
+    layouts = {(site, part.codec, part.width) for site, part in parts}
+    sites = {site for site, _ in parts}
+    if any(name != FULL.name for _, name, _ in layouts) or len(layouts) != len(sites):
+        return [record.recode(codec) for record in records]
+    target = codec_by_name(codec)
+    recoded: list[dict[Site, SiteRecord]] = [{} for _ in records]
+    for site in sorted(sites):
+        held = [(i, record.sites[site]) for i, record in enumerate(records) if site in record.sites]
+        codes = FULL.guide_codes(torch.cat([part.payload for _, part in held]))
+        payloads = target.encode(codes).split([part.payload.shape[0] for _, part in held])
+        for (i, part), payload in zip(held, payloads, strict=True):
+            recoded[i][site] = replace(part, codec=codec, payload=payload)
+    return [replace(record, sites=new) for record, new in zip(records, recoded, strict=True)]
 
 
 def records_equal(first: Record, second: Record) -> bool:

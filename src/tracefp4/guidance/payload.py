@@ -1,9 +1,9 @@
 """How the codes of one site are kept: a codec turns unpacked E2M1 codes into payload bytes and back.
 
-`full` keeps the four bits of every code, `mantissa` the low bit only. Neighbouring E2M1 codewords always differ in
-that bit, so it names a rounding direction. Both keep every block's E4M3 byte beside the payload, which for blocks of
-16 adds half a bit a value: 4.5 and 1.5 bits. Low nibble and low bit hold the lower index (formats.packing states the
-order once). This file never sees scales, positions or identities.
+`full` keeps the four bits of every code, `mantissa` the low bit only. Neighbouring E2M1 codewords always
+differ in that bit, so it names a rounding direction. Both keep every block's E4M3 byte beside the payload,
+which for blocks of 16 adds half a bit a value: 4.5 and 1.5 bits. Low nibble and low bit hold the lower index
+(formats.packing states the order once). This file never sees scales, positions or identities.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK_SCALE_BITS = 8
 
 
 class Codec(Protocol):
-    """What a payload codec can do; `codes` are unpacked (uint8, 0..15), shape [..., K], K a multiple of 16."""
+    """What a payload codec can do; `codes` are unpacked: uint8 [..., K], 0..15, K a multiple of 16."""
 
     @property
     def name(self) -> str: ...
@@ -64,11 +64,11 @@ class FullCodec:
         """Pack codes [..., K] into payload [..., K/2]."""
         return pack_codes(codes)
 
-    def guide_codes(self, payload: Tensor) -> Tensor | None:
+    def guide_codes(self, payload: Tensor) -> Tensor:
         """Unpack payload [..., K/2] into codes [..., K]."""
         return unpack_codes(payload)
 
-    def guide_bits(self, payload: Tensor) -> Tensor | None:
+    def guide_bits(self, payload: Tensor) -> None:
         """None: this codec keeps whole codes."""
         return None
 
@@ -95,11 +95,11 @@ class MantissaCodec:
         """Keep the low bit of codes [..., K] in payload [..., K/8]."""
         return pack_bits(torch.bitwise_and(codes, 1))
 
-    def guide_codes(self, payload: Tensor) -> Tensor | None:
+    def guide_codes(self, payload: Tensor) -> None:
         """None: this codec keeps one bit of each code."""
         return None
 
-    def guide_bits(self, payload: Tensor) -> Tensor | None:
+    def guide_bits(self, payload: Tensor) -> Tensor:
         """Unpack payload [..., K/8] into bits [..., K] (uint8, 0 or 1)."""
         return unpack_bits(payload)
 

@@ -1,9 +1,10 @@
-"""One trajectory's rounding decisions: which code every recorded value got, under which scales, at which position.
+"""One trajectory's rounding decisions: the code of every recorded value, its scales, and its position.
 
-Alignment, stated once: row i of every array describes the computation *on input token* start + i. A prompt of P tokens
-and a completion of C tokens give rows for positions 0 .. P+C-2; the last sampled token was never an input and has no
-row, which is not the same as a row of zeros. A site whose tensor has several rows a token (the down-projection input
-has top_k) keeps them together, token-major. Records are immutable, live on the CPU, and know nothing of disks.
+Alignment, stated once: row i of every array describes the computation *on input token* start + i. A prompt of
+P tokens and a completion of C tokens give rows for positions 0 .. P+C-2; the last sampled token was never an
+input and has no row, which is not the same as a row of zeros. A site whose tensor has several rows a token
+(the down-projection input has top_k) keeps them together, token-major. Records are immutable, live on the
+CPU, and know nothing of disks.
 """
 
 from __future__ import annotations
@@ -62,19 +63,21 @@ class SiteRecord:
         exponent_rows = rows if self.exponent is None else self.exponent.shape[0]
         if found != expected or exponent_rows != rows or self.width % BLOCK_SIZE or self.rows_per_token < 1:
             raise RecordError(
-                f"Site record arrays disagree; got payload and block_scales of shape {found}, {exponent_rows} "
-                f"exponents, rows_per_token {self.rows_per_token}. Codec {self.codec!r} with width {self.width} needs "
-                f"{expected} and a width divisible by {BLOCK_SIZE}. Build records with StepLog."
+                f"Site record arrays disagree; got payload and block_scales of shape {found}, "
+                f"{exponent_rows} exponents, rows_per_token {self.rows_per_token}. Codec {self.codec!r} with "
+                f"width {self.width} needs {expected} and a width divisible by {BLOCK_SIZE}. Build records "
+                "with StepLog."
             )
         if (self.exponent is None) == (self.static_exponent is None):
             raise RecordError(
                 f"A site record has either row exponents or one static exponent; got exponent "
                 f"{'None' if self.exponent is None else 'of shape ' + str(tuple(self.exponent.shape))} and "
-                f"static_exponent {self.static_exponent}. Exactly one may be None. Give the one that the scheme uses."
+                f"static_exponent {self.static_exponent}. Exactly one may be None. Give the one that the "
+                "scheme uses."
             )
 
     def rows(self, begin: int, end: int) -> SiteRecord:
-        """The part for the positions begin .. end-1, counted from this record's first position. Views, no copy."""
+        """The part for begin .. end-1, counted from this record's first position. Views, no copy."""
         low, high = begin * self.rows_per_token, end * self.rows_per_token
         return replace(
             self,
@@ -144,7 +147,9 @@ class Record:
     def __post_init__(self) -> None:
         versions = self.identity.weight_versions
         lengths = {"valid": self.valid.shape[0]}
-        lengths |= {str(site): part.block_scales.shape[0] // part.rows_per_token for site, part in self.sites.items()}
+        lengths |= {
+            str(site): part.block_scales.shape[0] // part.rows_per_token for site, part in self.sites.items()
+        }
         if isinstance(versions, Tensor):
             lengths["weight_versions"] = versions.shape[0]
         if self.routed is not None:
@@ -152,9 +157,9 @@ class Record:
         wrong = {name: found for name, found in lengths.items() if found != self.length}
         if wrong or self.start < 0:
             raise RecordError(
-                f"Record of trajectory {self.identity.trajectory!r} has arrays of unequal length; got {wrong} and "
-                f"start {self.start}. Every array needs length {self.length} and start is at least 0. "
-                "Cut records only with truncate and join them only with concat."
+                f"Record of trajectory {self.identity.trajectory!r} has arrays of unequal length; got "
+                f"{wrong} and start {self.start}. Every array needs length {self.length} and start is at "
+                "least 0. Cut records only with truncate and join them only with concat."
             )
 
     @property
@@ -190,8 +195,8 @@ class Record:
     def truncate(self, num_tokens: int) -> Record:
         """Keep the positions below `num_tokens`: the record of a sequence cut to that many tokens.
 
-        A sequence of 11 tokens with 10 rows cut to 8 tokens keeps rows 0..7, all real. A longer `num_tokens` changes
-        nothing. Raises: RecordError if num_tokens is negative.
+        A sequence of 11 tokens with 10 rows cut to 8 tokens keeps rows 0..7, all real. A longer `num_tokens`
+        changes nothing. Raises: RecordError if num_tokens is negative.
         """
         if num_tokens < 0:
             raise RecordError(
@@ -210,15 +215,16 @@ class Record:
     def check_tokens(self, num_tokens: int) -> None:
         """Refuse a record that does not belong to a sequence of `num_tokens` tokens.
 
-        The one length check of tokens, log-probabilities and records: rows for all inputs (num_tokens - 1), or
-        num_tokens rows after a cut. Raises: RecordError with both lengths.
+        The one length check of tokens, log-probabilities and records: rows for all inputs (num_tokens - 1),
+        or num_tokens rows after a cut. Raises: RecordError with both lengths.
         """
         end = self.start + self.length
         if end not in (num_tokens - 1, num_tokens):
             raise RecordError(
                 f"Record of trajectory {self.identity.trajectory!r} does not fit its tokens; got positions "
-                f"{self.start} to {end - 1} for {num_tokens} tokens. The last position must be {num_tokens - 2} "
-                f"(or {num_tokens - 1} after a cut). Cut tokens and record together with truncate."
+                f"{self.start} to {end - 1} for {num_tokens} tokens. The last position must be "
+                f"{num_tokens - 2} (or {num_tokens - 1} after a cut). Cut tokens and record together with "
+                "truncate."
             )
 
     def check(self, *, scheme_digest: str, plan_digest: str) -> None:
@@ -232,9 +238,9 @@ class Record:
         ):
             if found != expected:
                 raise RecordError(
-                    f"Record of trajectory {self.identity.trajectory!r} refused: its {name} digest is {found!r}, this "
-                    f"side's is {expected!r}. Both must be equal. Run rollout and training from the same {name}, or "
-                    "record again."
+                    f"Record of trajectory {self.identity.trajectory!r} refused: its {name} digest is "
+                    f"{found!r}, this side's is {expected!r}. Both must be equal. Run rollout and training "
+                    f"from the same {name}, or record again."
                 )
 
     def check_routing(self, num_experts: int) -> None:
@@ -245,16 +251,14 @@ class Record:
         """
         if self.routed is None or self.routed.numel() == 0:
             return
-        ordered = self.routed.sort(dim=-1).values
-        bad = (ordered[..., 0] < 0) | (ordered[..., -1] >= num_experts)
-        bad |= (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-        bad &= self.valid[:, None]
+        bad = has_impossible_experts(self.routed, num_experts=num_experts) & self.valid[:, None]
         if bool(bad.any()):
             row, slot = (int(i) for i in bad.nonzero()[0])
             raise RecordError(
                 f"Record of trajectory {self.identity.trajectory!r} has impossible expert ids at position "
-                f"{self.start + row}, layer {self.layers_routed[slot]}; got {self.routed[row, slot].tolist()}. Ids must "
-                f"be distinct and lie in 0..{num_experts - 1}. Check that the recorder ran and left shared experts out."
+                f"{self.start + row}, layer {self.layers_routed[slot]}; got "
+                f"{self.routed[row, slot].tolist()}. Ids must be distinct and lie in 0..{num_experts - 1}. "
+                "Check that the recorder ran and left shared experts out."
             )
 
     def recode(self, codec: str) -> Record:
@@ -286,3 +290,13 @@ class Record:
             exponents=sum(0 if part.exponent is None else part.exponent.numel() for part in parts),
             routed=0 if self.routed is None else 2 * self.routed.numel(),
         )
+
+
+def has_impossible_experts(expert_ids: Tensor, *, num_experts: int) -> Tensor:
+    """Rows that no router can have chosen: an id outside 0 .. num_experts-1, or one id twice.
+
+    Args: expert_ids integer [..., top_k]. Returns: bool [...].
+    """
+    ordered = expert_ids.sort(dim=-1).values
+    bad = (ordered[..., 0] < 0) | (ordered[..., -1] >= num_experts)
+    return bad | (ordered[..., 1:] == ordered[..., :-1]).any(-1)

@@ -1,9 +1,10 @@
 """The decisions that one training batch follows, addressed by (row, position).
 
 A ReplayBatch is built per micro-batch from its position ids and its trajectories' records, entered with
-`with replay(batch)`, and asked by every site. Flat order is row-major: place b*T + t is column t of row b. Nothing is
-consumed: asking twice gives the same answer, which is what makes activation recomputation, micro-batch order, left
-and right padding and packing harmless. Records stay packed; a site's rows are gathered once and unpacked per call.
+`with replay(batch)`, and asked by every site. Flat order is row-major: place b*T + t is column t of row b.
+Nothing is consumed: asking twice gives the same answer, which is what makes activation recomputation,
+micro-batch order, left and right padding and packing harmless. Records stay packed; a site's rows are
+gathered once and unpacked per call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tracefp4.errors import ConfigError, RecordError
 from tracefp4.guidance.counters import Counters, Reference
 from tracefp4.guidance.gather import GatheredSite, RecordRows
 from tracefp4.guidance.payload import FULL, codec_by_name
-from tracefp4.guidance.record import Record, Site
+from tracefp4.guidance.record import Record, Site, has_impossible_experts
 from tracefp4.ops.guided_quantize import Guide
 
 Decoder = Literal["bracket", "nearest_cell"]
@@ -32,7 +33,7 @@ class ReplayBatch:
     positions: Tensor
     """int64 [B, T]: position in the trajectory of every token; -1 for padding."""
     records: Sequence[Record | None]
-    """Records to follow: one per row, or as many as record_index addresses; None means none (nearest rounding)."""
+    """Records to follow: one per row, or as many as record_index addresses; None: no record (nearest)."""
     decoder: Decoder = "nearest_cell"
     """How one mantissa bit becomes a codeword; of no effect on full codes."""
     sites: Collection[Site] | None = None
@@ -42,7 +43,7 @@ class ReplayBatch:
     references: Sequence[Record | None] | None = None
     """Full records, addressed like `records`, only for counting agreement; None means do not measure."""
     record_index: Tensor | None = None
-    """int64 [B, T]: which record a token belongs to (packed rows), -1 for none; None means row b has record b."""
+    """int64 [B, T]: record that a token belongs to (packed rows), -1 for none; None: row b has record b."""
     counters: Counters = field(default_factory=Counters, init=False)
     """What the last pass of every site and router did."""
 
@@ -62,10 +63,12 @@ class ReplayBatch:
         if self.references is not None:
             self._references = RecordRows(records=self.references, owners=owners, positions=flat)
         self._checked_experts: set[int | None] = set()
-        if not self.replay_routing and any(site.kind == "w2" and self._is_guided(site) for site in self._rows.sites()):
+        if not self.replay_routing and any(
+            site.kind == "w2" and self._is_guided(site) for site in self._rows.sites()
+        ):
             raise ConfigError(
-                "Guiding the down-projection input needs the recorded experts; got replay_routing False with site "
-                'kind "w2". Its rows belong to (token, slot). Turn routing replay on or leave "w2" out of sites.'
+                "Guiding the down-projection input needs the recorded experts; got replay_routing False with "
+                'site kind "w2". Its rows belong to (token, slot). Turn routing replay on or drop "w2".'
             )
 
     @property
@@ -91,7 +94,7 @@ class ReplayBatch:
         )
 
     def static_exponent(self, site: Site) -> int | None:
-        """Exponent that the records of a site with a static outer scale were made under; None if there is none."""
+        """Exponent of a site recorded under a static outer scale; None if there is none."""
         found = self._rows.site(site)
         return None if found is None else found.part.static_exponent
 
@@ -106,8 +109,9 @@ class ReplayBatch:
         codes = codec_by_name(found.part.codec).guide_codes(found.part.payload)
         if codes is None:
             raise RecordError(
-                f"Agreement is counted against whole codes; got a reference of codec {found.part.codec!r} at {site}. "
-                f"References must have codec {FULL.name!r}. Keep the engine's records before recoding them."
+                f"Agreement is counted against whole codes; got a reference of codec {found.part.codec!r} at "
+                f"{site}. References must have codec {FULL.name!r}. Keep the engine's records before "
+                "recoding them."
             )
         return Reference(
             codes=codes, block_scales=found.part.block_scales, exponent=found.part.exponent, valid=found.valid
@@ -116,8 +120,8 @@ class ReplayBatch:
     def routing(self, layer: int, *, num_experts: int | None = None) -> tuple[Tensor, Tensor] | None:
         """Recorded experts of one layer: ids int64 [B*T, top_k] and valid bool [B*T]; None when not replayed.
 
-        Ids of invalid places are arbitrary. Raises: RecordError for ids that repeat within a row or, when num_experts
-        is given, lie outside 0 .. num_experts-1.
+        Ids of invalid places are arbitrary. Raises: RecordError for ids that repeat within a row or, when
+        num_experts is given, lie outside 0 .. num_experts-1.
         """
         found = self._rows.routing() if self.replay_routing else None
         if found is None or layer not in found.layers:
@@ -132,9 +136,7 @@ class ReplayBatch:
 
     def _check_experts(self, expert_ids: Tensor, *, valid: Tensor, num_experts: int | None) -> None:
         limit = torch.iinfo(torch.int16).max + 1 if num_experts is None else num_experts
-        ordered = expert_ids.sort(dim=-1).values
-        bad = (ordered[..., 0] < 0) | (ordered[..., -1] >= limit) | (ordered[..., 1:] == ordered[..., :-1]).any(-1)
-        if bool((bad & valid[:, None]).any()):
+        if bool((has_impossible_experts(expert_ids, num_experts=limit) & valid[:, None]).any()):
             for record in self.records:
                 if record is not None:
                     record.check_routing(limit)
@@ -143,11 +145,13 @@ class ReplayBatch:
         if given is None:
             return
         addressed = int(owners.max()) + 1 if owners.numel() else 0
-        if owners.numel() != self.num_places or addressed > len(given) or (
-            self.record_index is None and len(given) != self.positions.shape[0]
+        if (
+            owners.numel() != self.num_places
+            or addressed > len(given)
+            or (self.record_index is None and len(given) != self.positions.shape[0])
         ):
             raise RecordError(
                 f"{name} do not fit the batch; got {len(given)} {name} for positions of shape "
-                f"{tuple(self.positions.shape)}, {owners.numel()} places that address {addressed}. Give one per row, "
-                "or record_index of the positions' shape with values below their number."
+                f"{tuple(self.positions.shape)}, {owners.numel()} places that address {addressed}. Give one "
+                "per row, or record_index of the positions' shape with values below their number."
             )

@@ -1,8 +1,9 @@
 """One definition of rounding and of routing at a site, used by engine and trainer alike.
 
-Without a session a site rounds to nearest (plain QAT) and a router is live. Under `record` it does the same and tells
-the sink. Under `replay` it follows the record where one is valid, rounds to nearest elsewhere, and counts both; a
-wrong number of rows or an impossible expert id raises. Gradients are the caller's: these functions detach.
+Without a session a site rounds to nearest (plain QAT) and a router is live. Under `record` it does the same
+and tells the sink. Under `replay` it follows the record where one is valid, rounds to nearest elsewhere, and
+counts both; a wrong number of rows or an impossible expert id raises. Gradients are the caller's: these
+functions detach.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from tracefp4.guidance.session import current
 from tracefp4.ops.guided_quantize import Guide, Rounded, guided_quantize
 
 
-def round_site(x: Tensor, *, site: Site, scheme: Scheme, exponent: int | None = None) -> Rounded:
+def round_site(
+    x: Tensor, *, site: Site, scheme: Scheme, exponent: int | None = None, with_codes: bool = True
+) -> Rounded:
     """Round x at a site as the running session asks.
 
     Args:
@@ -27,12 +30,14 @@ def round_site(x: Tensor, *, site: Site, scheme: Scheme, exponent: int | None = 
         site: where.
         scheme: how.
         exponent: power of two of a static outer scale; None for other schemes.
+        with_codes: False if the caller only reads values; codes are then made only if the session needs them.
     Raises: RecordError under replay if N does not fit the batch or the record's static exponent is another.
     """
     session = current()
     if session is not None and session.batch is not None:
-        return _replayed(x, site=site, scheme=scheme, exponent=exponent, batch=session.batch)
-    rounded = guided_quantize(x, scheme=scheme, exponent=exponent)
+        return _replayed(x, site, scheme, exponent, with_codes, session.batch)
+    is_recorded = session is not None and session.sink is not None
+    rounded = guided_quantize(x, scheme=scheme, exponent=exponent, with_codes=with_codes or is_recorded)
     if session is not None and session.sink is not None:
         session.sink.observe(site, rounded)
     return rounded
@@ -41,14 +46,14 @@ def round_site(x: Tensor, *, site: Site, scheme: Scheme, exponent: int | None = 
 def route_site(layer: int, logits: Tensor, *, top_k: int) -> Tensor:
     """Choose experts as the running session asks.
 
-    Live: the top_k largest logits in descending order, the lowest id first among equals. Under replay a place with a
-    record takes the recorded ids in recorded order, and padding takes `spread_ids`, so it loads no expert more than
-    others; a real place without a record stays live.
+    Live: the top_k largest logits in descending order, the lowest id first among equals. Under replay a place
+    with a record takes the recorded ids in recorded order, and padding takes `spread_ids`, so it loads no
+    expert more than others; a real place without a record stays live.
 
     Args: layer: decoder layer. logits: [N, E]; under replay N = B*T. top_k: experts per token, 1 .. E.
     Returns: int64 [N, top_k], no gradient.
-    Raises: ConfigError if top_k is not in 1 .. E; RecordError for a wrong N, another recorded top_k, or impossible
-    recorded ids.
+    Raises: ConfigError if top_k is not in 1 .. E; RecordError for a wrong N, another recorded top_k, or
+    impossible recorded ids.
     """
     num_experts = logits.shape[-1]
     if not 1 <= top_k <= num_experts:
@@ -68,23 +73,30 @@ def route_site(layer: int, logits: Tensor, *, top_k: int) -> Tensor:
 def spread_ids(num_rows: int, *, num_experts: int, top_k: int) -> Tensor:
     """Harmless experts for padding: row p, slot c takes (p * top_k + c) mod num_experts.
 
-    Distinct within a row, in range, and each expert gets the same share up to one. Returns: int64 [num_rows, top_k].
+    Distinct within a row, in range, and each expert gets the same share up to one. Returns: int64 [num_rows,
+    top_k].
     """
     return (torch.arange(num_rows * top_k) % num_experts).reshape(num_rows, top_k)
 
 
-def _replayed(x: Tensor, *, site: Site, scheme: Scheme, exponent: int | None, batch: ReplayBatch) -> Rounded:
+def _replayed(
+    x: Tensor, site: Site, scheme: Scheme, exponent: int | None, with_codes: bool, batch: ReplayBatch
+) -> Rounded:
     guide = batch.guide(site)
     reference = batch.reference(site)
     expected = batch.num_places if guide is None else guide.valid.shape[0]
-    if x.shape[0] != expected and (guide is not None or batch.num_places == 0 or x.shape[0] % batch.num_places):
+    if x.shape[0] != expected and (
+        guide is not None or batch.num_places == 0 or x.shape[0] % batch.num_places
+    ):
         raise RecordError(
-            f"Site {site} does not fit the replayed batch; got {x.shape[0]} rows. The batch has {batch.num_places} "
-            f"places and needs {expected} rows here. Build the ReplayBatch from this micro-batch's positions."
+            f"Site {site} does not fit the replayed batch; got {x.shape[0]} rows. The batch has "
+            f"{batch.num_places} places and needs {expected} rows here. Build the ReplayBatch from this "
+            "micro-batch's positions."
         )
     if guide is not None:
         _check_static_exponent(site, recorded=batch.static_exponent(site), given=exponent)
-    rounded = guided_quantize(x, scheme=scheme, guide=guide, exponent=exponent)
+    needs_codes = with_codes or reference is not None
+    rounded = guided_quantize(x, scheme=scheme, guide=guide, exponent=exponent, with_codes=needs_codes)
     measured = {}
     if reference is not None:
         nearest = rounded if guide is None else guided_quantize(x, scheme=scheme, exponent=exponent)
@@ -109,8 +121,9 @@ def _num_guided(guide: Guide | None, rows_per_place: int) -> int:
 def _check_static_exponent(site: Site, *, recorded: int | None, given: int | None) -> None:
     if recorded is not None and recorded != given:
         raise RecordError(
-            f"Site {site} was recorded under another static outer scale: its exponent is {recorded}, this side's is "
-            f"{given}. Both must be equal. Share one calibration between engine and trainer, or record again."
+            f"Site {site} was recorded under another static outer scale: its exponent is {recorded}, this "
+            f"side's is {given}. Both must be equal. Share one calibration between engine and trainer, or "
+            "record again."
         )
 
 
@@ -120,8 +133,8 @@ def _rerouted(live: Tensor, *, layer: int, num_experts: int, batch: ReplayBatch)
         shape = None if found is None else tuple(found[0].shape)
         raise RecordError(
             f"Router of layer {layer} does not fit the replayed batch; got {tuple(live.shape)} for "
-            f"{batch.num_places} places and recorded ids of shape {shape}. Both must be equal. Build the ReplayBatch "
-            "from this micro-batch's positions, with records of this model."
+            f"{batch.num_places} places and recorded ids of shape {shape}. Both must be equal. Build the "
+            "ReplayBatch from this micro-batch's positions, with records of this model."
         )
     if found is None:
         batch.counters.routing[layer] = RoutingCounts(

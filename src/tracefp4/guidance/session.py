@@ -1,10 +1,12 @@
 """The one ambient object: is this forward pass recorded, does it follow a record, or neither?
 
-Exactly one context variable holds the Session; sites ask `current()`. Sessions do not nest: a pass either makes
-decisions or follows them. Replay is addressed by position (guidance.replay), so a session may be entered again for a
-recomputation, in any order, without changing any answer. Recomputation under activation checkpointing must see the
-session of its own forward pass: keep backward inside `with replay(...)`, or give the checkpoint `bind(function)` when
-several micro-batches are in flight or backward runs on another thread (context variables do not cross threads).
+Exactly one context variable holds the Session; sites ask `current()`. Sessions do not nest: a pass either
+makes decisions or follows them. Replay is addressed by position (guidance.replay), so a session may be
+entered again for a recomputation, in any order, without changing any answer. Recomputation under activation
+checkpointing must see the
+session of its own forward pass: keep backward inside `with replay(...)`, or give the checkpoint
+    `bind(function)` when several micro-batches are in flight or backward runs on another thread (context
+    variables do not cross threads).
 """
 
 from __future__ import annotations
@@ -76,9 +78,9 @@ def replay(batch: ReplayBatch) -> Iterator[Session]:
 def bind(function: Callable[P, R]) -> Callable[P, R]:
     """Tie a function to the session that is current now, whenever and on whichever thread it runs.
 
-    Meant for what a checkpoint recomputes: `checkpoint(bind(layer), x)`. The bound session replaces any other for
-    the duration of the call, because a recomputation belongs to its own forward pass. Outside a session the
-    function is bound to no session.
+    Meant for what a checkpoint recomputes: `checkpoint(bind(layer), x)`. The bound session replaces any other
+    for the duration of the call, because a recomputation belongs to its own forward pass. Outside a session
+    the function is bound to no session.
     """
     session = current()
 
@@ -99,8 +101,8 @@ def _entered(session: Session) -> Iterator[Session]:
     if running is not None:
         kind = "record" if running.sink is not None else "replay"
         raise ConfigError(
-            f"Sessions do not nest; got record or replay inside `with {kind}(...)`. One session at a time is allowed. "
-            "Leave the outer one first."
+            f"Sessions do not nest; got record or replay inside `with {kind}(...)`. One session at a time is "
+            "allowed. Leave the outer one first."
         )
     token = _SESSION.set(session)
     try:

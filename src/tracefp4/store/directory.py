@@ -1,9 +1,10 @@
 """A store in a directory: one file per key, complete or absent, whatever kills the writer.
 
-`put` writes a temporary file, syncs it, renames it over the final name and syncs the directory, so a reader sees the
-old bytes or the new ones. File names are the percent-escaped key, so no key can leave the directory. A chunk starts
-with magic (8 bytes), schema version (u32), data length (u64) and a 16-byte BLAKE2b digest, all checked at `get`.
-Temporary files of writers that died are invisible to `keys` and removed when a store is opened.
+`put` writes a temporary file, syncs it, renames it over the final name and syncs the directory, so a reader
+sees the old bytes or the new ones. File names are the percent-escaped key, so no key can leave the directory.
+A chunk starts with magic (8 bytes), schema version (u32), data length (u64) and a 16-byte BLAKE2b digest, all
+checked at `get`. Temporary files of writers that died are invisible to `keys` and removed when a store is
+opened.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ class DirectoryStore:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BackendError(
-                f"Cannot use {self.path} as a store: {error.strerror}. A store needs a directory that it may write. "
-                "Choose another path."
+                f"Cannot use {self.path} as a store: {error.strerror}. A store needs a directory that it may "
+                "write. Choose another path."
             ) from error
         self._remove_leftovers()
 
     def put(self, key: str, data: bytes) -> None:
         """Keep `data` under `key`, durably.
 
-        Raises: BackendError with path and bytes needed if the disk is full or refuses; nothing half-written is left
-        and the former bytes of the key stay.
+        Raises: BackendError with path and bytes needed if the disk is full or refuses; nothing half-written
+        is left and the former bytes of the key stay.
         """
         target = self._file(key)
         chunk = _PREFIX.pack(MAGIC, SCHEMA_VERSION, len(data), checksum(data)) + data
@@ -56,8 +57,9 @@ class DirectoryStore:
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise BackendError(
-                f"Could not write key {key!r} to {target}: {error.strerror}. The disk must take {len(chunk)} bytes. "
-                "Free that much space or move the store; the former bytes of the key, if any, are untouched."
+                f"Could not write key {key!r} to {target}: {error.strerror}. The disk must take {len(chunk)} "
+                "bytes. Free that much space or move the store; the former bytes of the key, if any, are "
+                "untouched."
             ) from error
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -75,8 +77,8 @@ class DirectoryStore:
         magic, schema, length, expected = _PREFIX.unpack_from(chunk)
         if (magic, schema) != (MAGIC, SCHEMA_VERSION):
             raise RecordError(
-                f"Chunk {file} refused: it has magic {magic!r} and schema version {schema}, this version reads "
-                f"{MAGIC!r} and {SCHEMA_VERSION}. Use the tracefp4 that wrote it, or record again."
+                f"Chunk {file} refused: it has magic {magic!r} and schema version {schema}, this version "
+                f"reads {MAGIC!r} and {SCHEMA_VERSION}. Use the tracefp4 that wrote it, or record again."
             )
         data = chunk[_PREFIX.size :]
         if len(data) != length:
@@ -106,8 +108,8 @@ class DirectoryStore:
         name = quote(checked_key(key), safe="") + CHUNK_SUFFIX
         if len(name) > MAX_NAME_BYTES:
             raise RecordError(
-                f"Store key refused; {key!r} escapes to {len(name)} bytes. File names have at most {MAX_NAME_BYTES}. "
-                "Use letters, digits, '-', '_' and '.' in trajectory names."
+                f"Store key refused; {key!r} escapes to {len(name)} bytes. File names have at most "
+                f"{MAX_NAME_BYTES}. Use letters, digits, '-', '_' and '.' in trajectory names."
             )
         return self.path / name
 

@@ -6,7 +6,7 @@ from tracefp4.store.protocol import checked_key, checksum, damaged, missing
 
 
 class MemoryStore:
-    """Store that keeps bytes in a dict; same contract as a directory, except that nothing outlives the process."""
+    """Store that keeps bytes in a dict; the contract of a directory, but nothing outlives the process."""
 
     def __init__(self) -> None:
         self._chunks: dict[str, tuple[bytes, bytes]] = {}

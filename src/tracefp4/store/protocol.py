@@ -1,6 +1,7 @@
 """What a store is: bytes under a key, whole or not at all. A store never knows what the bytes mean.
 
-Five methods. A `put` that returns has made the bytes durable; one that raises has left the key as it was. A `get`
+Five methods. A `put` that returns has made the bytes durable; one that raises has left the key as it was. A
+`get`
 gives back exactly the bytes that were put or raises: a damaged chunk is refused, never returned. Keys are any
 non-empty text (a store escapes what its medium cannot hold). Nothing here imports torch.
 """
@@ -17,7 +18,7 @@ CHECKSUM_BYTES = 16
 
 
 class MissingKeyError(RecordError):
-    """The store holds nothing under this key; distinct from damaged bytes, because a missing record is allowed."""
+    """The store holds nothing under this key; not damage, because a missing record is allowed."""
 
 
 class Store(Protocol):
@@ -43,8 +44,8 @@ def checked_key(key: str) -> str:
     """The key itself, if a store may hold it. Raises: RecordError for an empty or overlong key."""
     if not key or len(key) > MAX_KEY_CHARACTERS:
         raise RecordError(
-            f"Store key refused; got {len(key)} characters ({key[:40]!r}). Keys have 1 to {MAX_KEY_CHARACTERS}. "
-            "Shorten the trajectory name."
+            f"Store key refused; got {len(key)} characters ({key[:40]!r}). Keys have 1 to "
+            f"{MAX_KEY_CHARACTERS}. Shorten the trajectory name."
         )
     return key
 
@@ -65,6 +66,6 @@ def missing(key: str, place: str) -> MissingKeyError:
 def damaged(key: str, place: str, *, found: str, expected: str) -> RecordError:
     """The error for bytes that are not what was put."""
     return RecordError(
-        f"Bytes under key {key!r} in {place} are damaged: found {found}, expected {expected}. Both must be equal. "
-        "Delete the key (its positions then round to nearest) and check the disk."
+        f"Bytes under key {key!r} in {place} are damaged: found {found}, expected {expected}. Both must be "
+        "equal. Delete the key (its positions then round to nearest) and check the disk."
     )
