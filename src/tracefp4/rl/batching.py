@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
-from tracefp4.errors import ConfigError
 
+from tracefp4.errors import ConfigError
 from tracefp4.rl.samples import TrainingSample
 
 if TYPE_CHECKING:
@@ -230,14 +230,14 @@ class TokenLogprob(torch.autograd.Function):
             logprobs = torch.log_softmax(logits[part].to(dtype) / temperature, dim=-1)
             out[part] = logprobs.gather(-1, labels[part, None])[:, 0]
         ctx.save_for_backward(logits, labels)
-        ctx.temperature, ctx.chunk_tokens, ctx.dtype = temperature, chunk_tokens, dtype  # type: ignore[attr-defined]
+        ctx.chunked = (temperature, chunk_tokens, dtype)  # type: ignore[attr-defined]
         return out
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the gradient of the logits, [N, V]."""
         logits, labels = ctx.saved_tensors  # type: ignore[attr-defined]
-        temperature, step, dtype = ctx.temperature, ctx.chunk_tokens, ctx.dtype  # type: ignore[attr-defined]
+        temperature, step, dtype = ctx.chunked  # type: ignore[attr-defined]
         grad = torch.empty_like(logits)
         for start in range(0, labels.shape[0], step):
             part = slice(start, start + step)
@@ -250,7 +250,8 @@ class TokenLogprob(torch.autograd.Function):
 def completion_mask(token_ids: Tensor, *, eos_ids: Collection[int]) -> tuple[Tensor, Tensor]:
     """Mark the sampled tokens of padded completions: everything up to and including the first end token.
 
-    The first end token was sampled and is trained; what follows is padding, whatever its id (pad may equal eos).
+    The first end token was sampled and is trained; what follows is padding, whatever its id (pad may equal
+    eos).
 
     Args:
         token_ids: int64 [B, T], completions only.
@@ -364,7 +365,7 @@ def _check_padding(num_samples: int, *, pad_id: int, side: str, left_extra: int)
             "pad needs at least one sample; got 0. Skip the step when every sample was dropped."
         )
     if side not in ("left", "right"):
-        raise ConfigError(f"pad needs side 'left' or 'right'; got {side!r}.  Use 'right' for training.")
+        raise ConfigError(f"pad needs side 'left' or 'right'; got {side!r}. Use 'right' for training.")
     if pad_id < 0 or left_extra < 0:
         raise ConfigError(
             f"pad needs pad_id >= 0 and left_extra >= 0; got {pad_id} and {left_extra}. "

@@ -102,7 +102,7 @@ class Scorer:
             ConfigError: a dotted path that names no callable, or math-verify is not installed.
         """
         self.config = config
-        self.counts: Counter[str] = Counter({outcome: 0 for outcome in OUTCOMES})
+        self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._datasets: dict[str, Any] = {}
         self._function = resolve_function(config.function) if config.function else None
         if config.verifier == "math_verify":
@@ -182,15 +182,15 @@ def verify_math(answer: str, *, gold: str) -> float:
         RecordError: the gold answer is not a mathematical expression, so nothing could ever match.
     """
     parse, verify = _import_math_verify()
-    # math-verify's own limit also uses SIGALRM and would disarm ours: switch it off, ours holds
-    expected = parse(gold, parsing_timeout=None) or parse(f"${gold}$", parsing_timeout=None)
+    # math-verify's own limit also uses SIGALRM and would disarm ours: switch it off, ours holds.
+    # A bare expression is only read as a whole between dollar signs (x^2+1 without them is read as 1).
+    expected = parse(f"${gold}$", parsing_timeout=None) or parse(gold, parsing_timeout=None)
     if not expected:
         raise RecordError(
-            f"math-verify cannot parse the gold answer {gold!r}; allowed is a number or LaTeX. "
-            "Correct the task file."
+            f"math-verify cannot parse the gold answer {gold!r}; allowed is a number or LaTeX. Correct the task file."
         )
-    found = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
-    return float(verify(expected, found, timeout_seconds=None))
+    readings = (parse(text, parsing_timeout=None) for text in (f"${answer}$", answer))
+    return float(any(verify(expected, found, timeout_seconds=None) for found in readings))
 
 
 def resolve_function(path: str) -> Callable[..., Any]:
