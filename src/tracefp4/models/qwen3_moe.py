@@ -1,0 +1,203 @@
+"""Qwen3-MoE for the engine: a flat batch of tokens through paged FP4 attention and FP4 experts.
+
+R is rounding to bf16, applied where a bf16 kernel writes its output (and nowhere when the arithmetic does not emulate
+bf16). Per layer, with n the normed residual stream h:
+
+    q, k, v = R(n Wq), R(n Wk), R(n Wv);  q, k = R(norm(q)), R(norm(k));  q, k = R(rope(q)), R(rope(k))
+    K, V -> FP4 -> pages;   a = R(attention(q, pages));   h = R(h + R(a Wo))
+    n = R(norm(h));  ids = top-k of R(n Wg);  w = R(softmax over all experts at ids, renormalised if configured)
+    x^ = Q(n);  g, u = R(x^ W13^);  m = R(R(silu(g)) * u);  m^ = Q(m);  y = R(m^ W2^);  h = R(h + R(sum_j w_j y_j))
+
+Attention reads pages only, also inside one prefill chunk. Rounding and routing go through the guidance session, which
+records them when one is open. The trainer computes the same function through transformers' modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from tracefp4.errors import ConfigError
+from tracefp4.formats.arithmetic import Arithmetic, round_bf16_
+from tracefp4.formats.packing import pack_codes
+from tracefp4.formats.precision import LayerPrecision
+from tracefp4.formats.tensor import BlockTensor
+from tracefp4.guidance.record import Site, SiteKind
+from tracefp4.guidance.rounding import round_site, route_site
+from tracefp4.kvcache.pool import KVPool, Pages
+from tracefp4.models.batch import TokenBatch
+from tracefp4.models.qwen3_moe_config import read_sizes
+from tracefp4.models.qwen3_moe_weights import Qwen3MoeWeights
+from tracefp4.models.rotary import RotaryTable, rotate
+from tracefp4.ops.grouped_matmul import grouped_matmul
+from tracefp4.ops.kv_append import kv_append
+from tracefp4.ops.kv_attention import kv_attention
+
+
+class Qwen3MoeEngineModel:
+    """Weights and forward pass.
+
+    Args:
+        config: transformers Qwen3MoeConfig.
+        state: state dict of transformers' Qwen3MoeForCausalLM, names as in memory (experts fused).
+        precision: one LayerPrecision per decoder layer; a dense layer's `activation` and `weight` must be None.
+        arithmetic: compute dtype and rounding points.
+
+    Raises: ConfigError if the config is not supported or precision or state do not fit it.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        state: Mapping[str, Tensor],
+        *,
+        precision: Sequence[LayerPrecision],
+        arithmetic: Arithmetic,
+    ) -> None:
+        self.sizes = read_sizes(config)
+        self.precision = tuple(precision)
+        self.arithmetic = arithmetic
+        self._check_precision()
+        self._rotary = RotaryTable(self.sizes.head_dim, theta=self.sizes.rope_theta, arithmetic=arithmetic)
+        self.weights = Qwen3MoeWeights(self.sizes, precision=self.precision, arithmetic=arithmetic)
+        self.weights.load(state)
+
+    @torch.no_grad()
+    def forward(self, batch: TokenBatch, pool: KVPool) -> Tensor:
+        """Run one pass: append K and V of every token to the pages, return logits [M, V] of `batch.logit_rows`.
+
+        T = 0 is not allowed. Row results do not depend on which other rows are in the batch, up to the order of
+        accumulation inside matmuls.
+        """
+        h = self.weights["model.embed_tokens.weight"].index_select(0, batch.token_ids)
+        cos, sin = self._rotary.rows(batch.positions)
+        for layer in range(self.sizes.num_layers):
+            n = self._norm(h, f"model.layers.{layer}.input_layernorm.weight")
+            q, k, v = self._project(layer, n, cos, sin)
+            self._append(layer, k, v, batch.slots, pool)
+            a = self._attend(layer, q, batch, pool)
+            h = self._add(h, self._linear(a, f"model.layers.{layer}.self_attn.o_proj.weight"))
+            n = self._norm(h, f"model.layers.{layer}.post_attention_layernorm.weight")
+            mlp = self._dense if layer in self.sizes.dense_layers else self._experts
+            h = self._add(h, mlp(layer, n))
+        wanted = h.index_select(0, batch.logit_rows)
+        return self._round(linear(self._norm(wanted, "model.norm.weight"), self.weights.head))
+
+    def _project(self, layer: int, n: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D], keys and values [T, C, D]; queries and keys after norm and RoPE."""
+        name, head_dim = f"model.layers.{layer}.self_attn", self.sizes.head_dim
+        q, k, v = (
+            self._linear(n, f"{name}.{which}_proj.weight").view(n.shape[0], -1, head_dim) for which in "qkv"
+        )
+        q, k = self._norm(q, f"{name}.q_norm.weight"), self._norm(k, f"{name}.k_norm.weight")
+        return self._round(rotate(q, cos, sin)), self._round(rotate(k, cos, sin)), v
+
+    def _append(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, pool: KVPool) -> None:
+        """Quantize K and V, if the layer does, and write them to the pages."""
+        pages = pool.layers[layer]
+        kv_append(pages.keys, self._stored(layer, "k", k, pages.keys), slots=slots)
+        kv_append(pages.values, self._stored(layer, "v", v, pages.values), slots=slots)
+
+    def _stored(self, layer: int, kind: SiteKind, rows: Tensor, pages: Pages) -> Pages:
+        if not isinstance(pages, BlockTensor):
+            return rows
+        num_tokens, num_heads, _ = rows.shape
+        rounded = round_site(
+            rows.reshape(num_tokens, -1),
+            site=Site(kind, layer),
+            scheme=pages.scheme,
+            exponent=self.precision[layer].k_exponent if kind == "k" else self.precision[layer].v_exponent,
+        )
+        return BlockTensor(
+            packed=pack_codes(rounded.codes).view(num_tokens, num_heads, -1),
+            block_scales=rounded.block_scales.view(num_tokens, num_heads, -1),
+            exponent=pages.exponent,
+            scheme=pages.scheme,
+        )
+
+    def _attend(self, layer: int, q: Tensor, batch: TokenBatch, pool: KVPool) -> Tensor:
+        """Attention output [T, H * D] of every row, segment by segment."""
+        parts = []
+        for segment in batch.segments:
+            out = kv_attention(
+                segment.spread(q),
+                keys=pool.layers[layer].keys,
+                values=pool.layers[layer].values,
+                page_table=segment.page_table,
+                positions=segment.positions,
+                rounds_probabilities=self.arithmetic.rounds_probabilities,
+            )
+            parts.append(segment.flatten(out))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._round(out.flatten(1))
+
+    def _experts(self, layer: int, n: Tensor) -> Tensor:
+        """Routed experts [T, hidden]."""
+        name, top_k, precision = f"model.layers.{layer}.mlp", self.sizes.top_k, self.precision[layer]
+        logits = self._linear(n, f"{name}.gate.weight")
+        ids = route_site(layer, logits, top_k=top_k)
+        expert_weights = self._expert_weights(logits, ids)
+        sorted_ids, order = torch.sort(ids.reshape(-1), stable=True)
+        group_sizes = torch.bincount(sorted_ids, minlength=self.sizes.num_experts)
+        x = n
+        if precision.activation is not None:
+            x = round_site(n, site=Site("x", layer), scheme=precision.activation).values
+        middle = grouped_matmul(x[order // top_k], self.weights[f"{name}.experts.gate_up_proj"], group_sizes)
+        gate, up = self._round(middle).chunk(2, dim=-1)
+        m = self._round(self._round(silu(gate)).mul_(up))
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0], device=order.device)
+        if precision.activation is not None:  # the site's rows are token-major (token, slot)
+            m = round_site(m[inverse], site=Site("w2", layer), scheme=precision.activation).values[order]
+        y = self._round(grouped_matmul(m, self.weights[f"{name}.experts.down_proj"], group_sizes))
+        y = y[inverse].view(n.shape[0], top_k, -1).mul_(expert_weights[..., None])
+        return self._round(y.sum(dim=1))
+
+    def _expert_weights(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Combination weights [T, J]: softmax over all experts, in fp32 or wider, at the chosen ids."""
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        chosen = torch.softmax(logits, dim=-1, dtype=wide).gather(1, ids)
+        if self.sizes.renormalizes:
+            chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+        return self._round(chosen.to(logits.dtype))
+
+    def _dense(self, layer: int, n: Tensor) -> Tensor:
+        """A dense MLP [T, hidden]; never quantized."""
+        name = f"model.layers.{layer}.mlp"
+        gate = self._round(silu(self._linear(n, f"{name}.gate_proj.weight")))
+        m = self._round(gate.mul_(self._linear(n, f"{name}.up_proj.weight")))
+        return self._linear(m, f"{name}.down_proj.weight")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        """R(w * (x * rsqrt(mean(x^2) + eps))) over the last dimension."""
+        mean_square = x.square().mean(dim=-1, keepdim=True)
+        normed = x * torch.rsqrt(mean_square + self.sizes.norm_epsilon)
+        return self._round(normed.mul_(self.weights[name]))
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return self._round(linear(x, self.weights[name]))
+
+    def _add(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._round(residual + x)
+
+    def _round(self, x: Tensor) -> Tensor:
+        """Round in place to bf16 values, if this arithmetic emulates bf16."""
+        return round_bf16_(x) if self.arithmetic.emulates_bf16 else x
+
+    def _check_precision(self) -> None:
+        if len(self.precision) != self.sizes.num_layers:
+            raise ConfigError(
+                f"Every layer needs a precision; got {len(self.precision)} for {self.sizes.num_layers} layers. "
+                "One LayerPrecision per decoder layer, BF16_LAYER where nothing is quantized. Pass the plan's tuple."
+            )
+        for layer in sorted(self.sizes.dense_layers):
+            found = self.precision[layer]
+            if found.activation is not None or found.weight is not None:
+                raise ConfigError(
+                    f"Layer {layer} is a dense MLP and has no experts to quantize; got activation and weight schemes "
+                    "for it. Only `kv` may be set there. Exclude the layer's experts in the plan."
+                )

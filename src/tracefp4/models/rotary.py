@@ -1,0 +1,47 @@
+"""Rotary position embedding, default type: tables grown on demand, and the rotation itself.
+
+Angle of position p and pair i: p * theta^(-2i/D), computed in float32 as transformers does; cos and sin are rounded to
+bf16 where bf16 is emulated. Pairs are (i, i + D/2).
+"""
+
+import torch
+from torch import Tensor
+
+from tracefp4.formats.arithmetic import Arithmetic, round_bf16_
+
+
+class RotaryTable:
+    """cos and sin for positions 0, 1, 2, ...; the tables grow to the largest position asked for.
+
+    Args:
+        head_dim: D.
+        theta: base of the frequencies.
+        arithmetic: dtype of the tables, and whether they are rounded to bf16.
+    """
+
+    def __init__(self, head_dim: int, *, theta: float, arithmetic: Arithmetic) -> None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self._frequencies = 1.0 / (theta**exponents)
+        self._arithmetic = arithmetic
+        self._cos = self._sin = torch.empty(0, head_dim)
+
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [T, 1, D], for int64 positions [T]."""
+        needed = int(positions.max()) + 1
+        if needed > self._cos.shape[0]:
+            self._grow(max(needed, 2 * self._cos.shape[0]))
+        return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[:, None]
+
+    def _grow(self, length: int) -> None:
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * self._frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        tables = [table.to(self._arithmetic.torch_dtype) for table in (angles.cos(), angles.sin())]
+        if self._arithmetic.emulates_bf16:
+            tables = [round_bf16_(table) for table in tables]
+        self._cos, self._sin = tables
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [T, H, D] by the angles of its tokens: x * cos + rotate_half(x) * sin, (a, b) -> (-b, a)."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * cos).add_(torch.cat([-high, low], dim=-1).mul_(sin))

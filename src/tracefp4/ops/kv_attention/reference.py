@@ -1,0 +1,100 @@
+"""The definition of kv_attention in plain torch: gather pages, decode them, attend split by split.
+
+Letters: B sequences, Q queries each, H query heads, C kv heads, D head dim, N pages of a table, S slots per page,
+L = N*S key positions. Everything is head-first ([C, B, ...]), so both matmuls are one batched product without copies.
+
+Codes are decoded two bytes at a time: a table of 65,536 entries holds the four E2M1 values of every 16-bit word as
+float16 (exact), so a lookup moves 8 bytes and no integer array larger than the word index is ever made.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tracefp4.formats.arithmetic import round_bf16_
+from tracefp4.formats.grid import decode_e2m1, decode_e4m3
+from tracefp4.formats.tensor import BlockTensor
+
+SPLIT = 64
+BLOCK_SIZE = 16
+WORD_OFFSET = 32768  # int16 word -> table row
+
+
+def kv_attention(
+    queries: Tensor,
+    *,
+    keys: BlockTensor | Tensor,
+    values: BlockTensor | Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    rounds_probabilities: bool,
+) -> Tensor:
+    """See the op's docstring; shapes are checked there."""
+    num_seqs, num_queries, num_heads, head_dim = queries.shape
+    dtype = torch.float32 if queries.dtype == torch.bfloat16 else queries.dtype
+    k_CBLD, v_CBLD = (read_pages(pages, page_table, dtype) for pages in (keys, values))
+    num_kv, _, length, _ = k_CBLD.shape
+    group = num_heads // num_kv
+    q = queries.to(dtype).view(num_seqs, num_queries, num_kv, group, head_dim).permute(2, 0, 3, 1, 4)
+    q = q.reshape(num_kv * num_seqs, group * num_queries, head_dim)
+    scores = torch.bmm(q, k_CBLD.view(-1, length, head_dim).transpose(1, 2)).mul_(head_dim**-0.5)
+    hidden_BQL = torch.arange(length, device=queries.device) > positions[..., None]
+    scores.view(num_kv, num_seqs, group, num_queries, length).masked_fill_(hidden_BQL[None, :, None], -torch.inf)
+    out = _attend(scores, v_CBLD.view(-1, length, head_dim), rounds_probabilities=rounds_probabilities)
+    out = out.view(num_kv, num_seqs, group, num_queries, head_dim).permute(1, 3, 0, 2, 4)
+    return out.reshape(num_seqs, num_queries, num_heads, head_dim).to(queries.dtype)
+
+
+def _attend(scores: Tensor, values: Tensor, *, rounds_probabilities: bool) -> Tensor:
+    """Softmax-weighted sum in split order; scores [X, Y, L] (overwritten), values [X, L, D] -> [X, Y, D]."""
+    exps = scores.sub_(scores.amax(dim=-1, keepdim=True)).exp_()
+    total, out = None, None
+    for begin in range(0, exps.shape[-1], SPLIT):
+        part = exps[..., begin : begin + SPLIT]
+        part_total = part.sum(dim=-1, keepdim=True)  # of the unrounded probabilities
+        if rounds_probabilities:
+            part = round_bf16_(part.contiguous())
+        part_out = torch.bmm(part, values[:, begin : begin + SPLIT])
+        total = part_total if total is None else total + part_total
+        out = part_out if out is None else out + part_out
+    assert total is not None and out is not None, "a page table has at least one page"
+    return out / total
+
+
+def read_pages(pages: BlockTensor | Tensor, page_table: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gather and decode the pages of every sequence: [C, B, N*S, D] in `dtype`."""
+    if isinstance(pages, Tensor):
+        return _gather(pages, page_table).to(dtype)
+    words = _gather(pages.packed, page_table).view(torch.int16)
+    num_kv, num_seqs, length, _ = words.shape
+    rows = words.to(torch.int32).add_(WORD_OFFSET).view(-1)
+    values = _word_table(words.device).index_select(0, rows).view(torch.float16).to(dtype)
+    scale_bytes = _gather(pages.block_scales, page_table)
+    decode_scales = _scale_table(int(pages.exponent), dtype, scale_bytes.device)
+    decode_scales = decode_scales.index_select(0, scale_bytes.to(torch.int32).view(-1))
+    values.view(-1, BLOCK_SIZE).mul_(decode_scales[:, None])
+    return values.view(num_kv, num_seqs, length, -1)
+
+
+def _gather(pages: Tensor, page_table: Tensor) -> Tensor:
+    """Copy whole pages: [C, F, S, W] at [B, N] -> [C, B, N*S, W]."""
+    num_kv, num_frames, page_size, width = pages.shape
+    num_seqs, num_pages = page_table.shape
+    found = pages.view(num_kv, num_frames, page_size * width).index_select(1, page_table.reshape(-1))
+    return found.view(num_kv, num_seqs, num_pages * page_size, width)
+
+
+@lru_cache(maxsize=4)
+def _word_table(device: torch.device) -> Tensor:
+    """int64 [65536]: the four float16 values of word w - 32768, low byte and low nibble first."""
+    words = torch.arange(-WORD_OFFSET, WORD_OFFSET).to(torch.int16).view(torch.uint8).view(-1, 2)
+    codes = torch.stack([words & 15, words >> 4], dim=-1).view(-1, 4)
+    return decode_e2m1(codes, torch.float16).contiguous().view(torch.int64).view(-1).to(device)
+
+
+@lru_cache(maxsize=4096)
+def _scale_table(exponent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[256]: decoded E4M3 byte times 2^exponent; exact, because the product is a power-of-two shift."""
+    decoded = decode_e4m3(torch.arange(256, dtype=torch.uint8), torch.float64)
+    return (decoded * 2.0**exponent).to(dtype).to(device)

@@ -1,0 +1,112 @@
+"""What goes into an engine and what comes out of it, and the protocol that any engine can satisfy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from tracefp4.errors import ConfigError
+from tracefp4.guidance.record import Record
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How completions are drawn; one value for all samples of a request."""
+
+    max_tokens: int
+    """Most tokens of a completion, the stop token included; at least 1."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_p: float = 1.0
+    """Keep the most probable tokens up to this cumulative probability; in (0, 1], 1 keeps all."""
+    top_k: int = 0
+    """Keep this many most probable tokens; 0 keeps all."""
+    n: int = 1
+    """Completions per prompt; the prompt is computed once for all of them."""
+    seed: int = 0
+    """With prompt index, sample index and position it determines every draw, whatever else is in the batch."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Any of these ends a completion and is its last token."""
+
+    def __post_init__(self) -> None:
+        for name, is_valid, allowed in (
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("n", self.n >= 1, "1 or more"),
+        ):
+            if not is_valid:
+                raise ConfigError(
+                    f"SamplingParams.{name} cannot be {getattr(self, name)!r}. Allowed: {allowed}. Correct the value."
+                )
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the most probable token is always taken; such log-probs are no sampling density."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One sampled continuation of one prompt."""
+
+    prompt_index: int
+    """Index of the prompt in its generate call."""
+    sample_index: int
+    """0 .. n-1 among the samples of that prompt."""
+    prompt_ids: list[int]
+    """P token ids."""
+    token_ids: list[int]
+    """C sampled token ids, a stop token included."""
+    logprobs: list[float]
+    """[C], natural log of the probability with which each token was drawn: after temperature, top-k and top-p. Greedy:
+    the log-probability at temperature 1, which is not a sampling density and must not enter an importance weight."""
+    finish_reason: FinishReason
+    """`stop`: a stop token was sampled; `length`: max_tokens reached; `abort`: the request was aborted."""
+    weight_versions: list[int]
+    """[C], version of the weights whose logits each token was drawn from."""
+    record: Record | None
+    """Rounding decisions for the P + C - 1 positions that were inputs (abort: those computed); None means that the
+    engine does not record, or that nothing was computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """What an engine has done since it was made."""
+
+    tokens_generated: int = 0
+    """Sampled tokens."""
+    prefill_tokens: int = 0
+    """Prompt tokens computed; a prompt shared by n samples counts once."""
+    num_steps: int = 0
+    """Forward passes."""
+    seconds: float = 0.0
+    """Wall time inside steps."""
+    peak_pages: int = 0
+    """Most KV pages in use at once."""
+    preemptions: int = 0
+    """Times a running sequence had to wait for pages."""
+    pages_swapped_out: int = 0
+    """KV pages moved to host memory; they come back with the same bytes."""
+
+
+class Engine(Protocol):
+    """What the trainer needs of an engine; adapters of foreign engines satisfy it too."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights in use."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made."""
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
+        """Complete every prompt n times; the outer list follows the prompts, the inner one the sample index."""
+
+    def update_weights(self, state: Mapping[str, Tensor], *, version: int) -> None:
+        """Replace all weights; `version` must be larger than the current one."""

@@ -1,0 +1,266 @@
+"""The local engine: continuous batching over FP4 pages, one small step at a time, recording what it rounds.
+
+`step` is the whole story: choose what runs, run it, draw tokens, hand back what finished. Requests join and leave
+between any two steps. `generate` submits a list of prompts and steps until all are done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracefp4.errors import ConfigError
+from tracefp4.formats.arithmetic import Arithmetic
+from tracefp4.formats.precision import LayerPrecision
+from tracefp4.guidance.record import Record, Site
+from tracefp4.kvcache import CacheShape, KVPool, PageAllocator, PageTable
+from tracefp4.models.qwen3_moe import Qwen3MoeEngineModel
+from tracefp4.rollout.completion import Completion, EngineStats, SamplingParams
+from tracefp4.rollout.recorder import Recorder, default_sites
+from tracefp4.rollout.runner import Runner
+from tracefp4.rollout.sampler import DrawBatch, draw
+from tracefp4.rollout.scheduler import Scheduler
+from tracefp4.rollout.sequence import Draw, Request, Sequence
+
+
+@dataclass(eq=False)
+class LocalEngine:
+    """Generates completions of a Qwen3-MoE model, in this process.
+
+    Raises: ConfigError for a config, state dict, plan or size that does not fit.
+    """
+
+    config: InitVar[Any]
+    """transformers Qwen3MoeConfig."""
+    state: InitVar[Mapping[str, Tensor]]
+    """State dict of transformers' Qwen3MoeForCausalLM, names as in memory; copied."""
+    _: KW_ONLY
+    precision: tuple[LayerPrecision, ...]
+    """One entry per decoder layer."""
+    arithmetic: Arithmetic
+    """Compute dtype and rounding points."""
+    plan_digest: str
+    """Digest of the plan that `precision` and `records` come from; part of every record."""
+    num_pages: int
+    """KV pages; may be fewer than all sequences at full length need."""
+    max_batch: int
+    """Most sequences that run at once."""
+    max_tokens_per_step: int
+    """Most tokens of one pass; longer prompts are computed in chunks. At least max_batch."""
+    page_size: int = 16
+    """Positions per page."""
+    records: bool | tuple[Site, ...] = True
+    """Sites to record, beside the routing of every layer; True: x, k and v wherever they are quantized; False: nothing."""
+    weight_version: int = 0
+    """Version of the weights in use; changes only through `update_weights`."""
+
+    def __post_init__(self, config: Any, state: Mapping[str, Tensor]) -> None:
+        self._model = Qwen3MoeEngineModel(config, state, precision=self.precision, arithmetic=self.arithmetic)
+        sizes = self._model.sizes
+        shape = CacheShape(
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+        )
+        self.pool = KVPool(shape, precision=self.precision, arithmetic=self.arithmetic)
+        self._allocator = PageAllocator(self.num_pages, save=self.pool.save, load=self.pool.load)
+        self._recorder = self._new_recorder()
+        self._runner = Runner(self._model, self.pool, self._recorder)
+        self._scheduler = self._new_scheduler()
+        self._finished: list[Sequence] = []
+        self._num_requests = 0
+        self._stats = EngineStats()
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made."""
+        return replace(
+            self._stats,
+            peak_pages=self._allocator.peak_pages,
+            preemptions=self._scheduler.num_preemptions,
+            pages_swapped_out=self._allocator.num_swapped_out,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """True while any request is unfinished."""
+        return self._scheduler.has_work
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
+        """Complete every prompt n times.
+
+        Args:
+            prompts: token ids; none may be empty. An empty list gives an empty list.
+            params: for all of them.
+
+        Returns:
+            [len(prompts)][n], in the order of prompts and sample indices.
+
+        Raises: ConfigError for a prompt that is empty, has unknown ids, or can never fit; then nothing was queued.
+        """
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        ids: list[int] = []
+        try:
+            ids += (self.submit(prompt, params, prompt_index=i) for i, prompt in enumerate(prompts))
+            while self.has_work:
+                self.step()
+        except BaseException:
+            self._drop(ids)
+            raise
+        by_request: dict[int, list[Completion]] = {request_id: [] for request_id in ids}
+        for request_id, completion in self._complete(ids):
+            by_request[request_id].append(completion)
+        return [sorted(found, key=lambda c: c.sample_index) for found in by_request.values()]
+
+    def submit(self, prompt: list[int], params: SamplingParams, *, prompt_index: int = 0) -> int:
+        """Queue one prompt; it runs from the next step on. Returns its request id.
+
+        Raises: ConfigError for a prompt that is empty, has unknown ids, or can never fit.
+        """
+        self._check_prompt(prompt)
+        request = Request(
+            request_id=self._num_requests, prompt_index=prompt_index, prompt_ids=list(prompt), params=params
+        )
+        self._scheduler.add(request)
+        self._num_requests += 1
+        return request.request_id
+
+    def step(self) -> list[Sequence]:
+        """Run one pass; returns the sequences that finished in it (`take_finished` gives their completions)."""
+        started = time.perf_counter()
+        works = self._scheduler.schedule()
+        logits, log_row = self._runner.run(works)
+        draws = self._scheduler.advance(works, version=self.weight_version, first_log_row=log_row)
+        finished = self._scheduler.accept(draws, *self._draw(logits, draws))
+        self._finished += finished
+        self._count(sum(w.count for w in works if w.start < w.sequence.num_prompt), len(draws), started)
+        return finished
+
+    def take_finished(self) -> list[Completion]:
+        """Hand over every finished completion, oldest request first, and forget them."""
+        return [completion for _, completion in self._complete({s.request.request_id for s in self._finished})]
+
+    def abort(self, request_id: int) -> None:
+        """End a request now; its samples finish with reason `abort` and the records of what was computed.
+
+        An unknown or finished request is left alone: it may have finished in the step before.
+        """
+        self._finished += self._scheduler.abort(request_id)
+
+    def update_weights(self, state: Mapping[str, Tensor], *, version: int) -> None:
+        """Replace all weights in place and quantize the experts, once.
+
+        Running sequences go on: their K and V stay, and each position keeps the version that computed it.
+
+        Args:
+            state: as at construction; names and shapes must be exactly the model's.
+            version: larger than the current one.
+
+        Raises: ConfigError for a version that does not increase, or a state dict that does not fit; nothing changed then.
+        """
+        if version <= self.weight_version:
+            raise ConfigError(
+                f"Weight versions only increase; got version {version} after {self.weight_version}. Allowed is "
+                f"{self.weight_version + 1} or more. Count versions in one place, the trainer."
+            )
+        self._model.weights.load(state)
+        self.weight_version = version
+
+    def _draw(self, logits: Tensor, draws: list[Draw]) -> tuple[list[int], list[float]]:
+        """Token ids and log-probs of the draws."""
+        if not draws:
+            return [], []
+        params = [d.sequence.request.params for d in draws]
+        batch = DrawBatch(
+            keys=torch.tensor([d.sequence.noise_key for d in draws]),
+            positions=torch.tensor([len(d.sequence.ids) for d in draws]),
+            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float64),
+            top_k=torch.tensor([p.top_k for p in params]),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
+        )
+        tokens, logprobs = draw(logits[torch.tensor([d.logit_row for d in draws])], batch)
+        return tokens.tolist(), logprobs.tolist()
+
+    def _complete(self, request_ids: Iterable[int]) -> list[tuple[int, Completion]]:
+        """Turn the finished sequences of some requests into completions, with their request ids."""
+        wanted = set(request_ids)
+        taken = sorted((s for s in self._finished if s.request.request_id in wanted), key=lambda s: s.order)
+        self._finished = [s for s in self._finished if s.request.request_id not in wanted]
+        records: list[Record | None] = [None] * len(taken)
+        if self._recorder is not None:
+            records = self._recorder.build(taken)
+            if not self._finished and not self.has_work:
+                self._recorder.forget()
+        return [
+            (sequence.request.request_id, _completion(sequence, record))
+            for sequence, record in zip(taken, records, strict=True)
+        ]
+
+    def _drop(self, request_ids: Iterable[int]) -> None:
+        """Forget requests entirely, finished parts too; after an error in the middle of a pass."""
+        for request_id in request_ids:
+            self._scheduler.abort(request_id)
+        self._finished = [s for s in self._finished if s.request.request_id not in set(request_ids)]
+        if self._recorder is not None and not self._finished and not self.has_work:
+            self._recorder.forget()
+
+    def _count(self, prefill_tokens: int, tokens_generated: int, started: float) -> None:
+        stats = self._stats
+        self._stats = replace(
+            stats,
+            tokens_generated=stats.tokens_generated + tokens_generated,
+            prefill_tokens=stats.prefill_tokens + prefill_tokens,
+            num_steps=stats.num_steps + 1,
+            seconds=stats.seconds + time.perf_counter() - started,
+        )
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        vocab_size = self._model.sizes.vocab_size
+        if not prompt or not all(0 <= token < vocab_size for token in prompt):
+            unknown = sorted({token for token in prompt if not 0 <= token < vocab_size})[:8]
+            raise ConfigError(
+                f"A prompt needs at least one token, all of the vocabulary; got {len(prompt)} tokens, unknown ids "
+                f"{unknown}. Ids lie in 0..{vocab_size - 1}. Check the tokenizer, or add a start token."
+            )
+
+    def _new_recorder(self) -> Recorder | None:
+        if self.records is False:
+            return None
+        sites = default_sites(self.precision) if self.records is True else self.records
+        return Recorder(
+            sites, sizes=self._model.sizes, precision=self.precision, plan_digest=self.plan_digest
+        )
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self._allocator,
+            new_table=lambda: PageTable(
+                self._allocator, page_size=self.page_size, copy=self.pool.copy, clear=self.pool.clear
+            ),
+            page_size=self.page_size,
+            max_batch=self.max_batch,
+            max_tokens_per_step=self.max_tokens_per_step,
+        )
+
+
+def _completion(sequence: Sequence, record: Record | None) -> Completion:
+    assert sequence.finish_reason is not None
+    num_prompt = sequence.num_prompt
+    # token i was drawn from the logits of position P - 1 + i
+    return Completion(
+        prompt_index=sequence.request.prompt_index,
+        sample_index=sequence.sample_index,
+        prompt_ids=list(sequence.request.prompt_ids),
+        token_ids=sequence.ids[num_prompt:],
+        logprobs=sequence.logprobs,
+        finish_reason=sequence.finish_reason,
+        weight_versions=sequence.versions[num_prompt - 1 :],
+        record=record,
+    )
