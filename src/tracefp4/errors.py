@@ -1,8 +1,9 @@
 """The errors a user can cause, one class per kind.
 
-Every error of tracefp4 derives from TraceFP4Error, which is a ValueError: a caller that catches ValueError keeps working.
-Messages have four parts: what was refused, the value received, what is allowed, what to do next. Mistakes of our own are
-`assert` statements, never these classes. This module imports nothing, so every room may import it.
+Every error of tracefp4 derives from TraceFP4Error, which is a ValueError: a caller that catches ValueError
+keeps working. Messages have four parts: what was refused, the value received, what is allowed, what to do
+next. Mistakes of our own are `assert` statements, never these classes. This module imports nothing, so
+every room may import it.
 """
 
 

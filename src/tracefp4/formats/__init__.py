@@ -1,4 +1,5 @@
-"""What numbers exist: element formats, block formats, schemes, scales, packing, and the quantized tensor as data.
+"""What numbers exist: element formats, block formats, schemes, scales, packing, and the quantized tensor as
+data.
 
 Pure data and elementwise torch; no kernels, no backend choice, no device code.
 """

@@ -1,9 +1,10 @@
 """In which arithmetic a forward runs, and rounding to bf16 without bf16 storage.
 
-On a CPU, bf16 matrix products are two orders of magnitude slower than float32 ones, so bf16 is emulated: tensors are
-stored as float32 and every module output is rounded to bf16. The control arithmetic does the same in float64, where
-differences of summation order are so small (1e-16) that they almost never reach a bf16 boundary: two implementations of
-one function then agree bit for bit. This module never decides where a forward rounds.
+On a CPU, bf16 matrix products are two orders of magnitude slower than float32 ones, so bf16 is emulated:
+tensors are stored as float32 and every module output is rounded to bf16. The control arithmetic does the
+same in float64, where differences of summation order are so small (1e-16) that they almost never reach a
+bf16 boundary: two implementations of one function then agree bit for bit. This module never decides where a
+forward rounds.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class Arithmetic:
     emulates_bf16: bool
     """True when module outputs are rounded to bf16 values kept in a wider dtype."""
     rounds_probabilities: bool
-    """True when attention rounds its (unnormalised or normalised) probabilities to bf16 before multiplying V."""
+    """True when attention rounds its (unnormalised or normalised) probabilities to bf16 before multiplying
+    V."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -46,10 +48,12 @@ NATIVE = Arithmetic(name="native", dtype="bfloat16", emulates_bf16=False, rounds
 def round_bf16(x: Tensor) -> Tensor:
     """Round to the nearest bf16 value, ties to even, keeping the dtype.
 
-    float64 is rounded once, straight to bf16 (a cast through float32 would round twice). No autograd: a detached copy.
+    float64 is rounded once, straight to bf16 (a cast through float32 would round twice). No autograd: a
+    detached copy.
 
     Args:
-        x: float32, float64 or bfloat16, any shape; NaN and Inf are kept, values beyond the bf16 range become Inf.
+        x: float32, float64 or bfloat16, any shape; NaN and Inf are kept, values beyond the bf16 range become
+            Inf.
 
     Returns:
         A new tensor of x's dtype and shape, every value exactly representable in bf16.
@@ -74,8 +78,9 @@ def round_bf16_(x: Tensor) -> Tensor:
 
 
 def _round_bf16_float64(x: Tensor) -> Tensor:
-    # (|x| + A) - A rounds |x| to a multiple of the spacing of A. A = max(|x| * (2^45 - 4), 2^45 * 2^-126) has the spacing
-    # of bf16 at |x|, subnormals included; see formats/grid.py for the argument about ties and binades.
+    # (|x| + A) - A rounds |x| to a multiple of the spacing of A. A = max(|x| * (2^45 - 4), 2^45 * 2^-126)
+    # has the spacing of bf16 at |x|, subnormals included; see formats/grid.py for the argument about ties
+    # and binades.
     magnitude = x.abs()
     anchor = (magnitude * (2.0**45 - 4.0)).clamp_(max=2.0**175)
     anchor.clamp_(min=2.0 ** (45 - 126))

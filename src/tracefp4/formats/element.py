@@ -2,10 +2,12 @@
 
     value(code) = (-1)^sign * 2^(exponent - bias) * (1 + mantissa / 2^mantissa_bits)    exponent field > 0
     value(code) = (-1)^sign * 2^(1 - bias) * mantissa / 2^mantissa_bits                 exponent field = 0
-    value(code) = 2^(code - bias)                                                       scale-only formats (E8M0)
+    value(code) = 2^(code - bias)                                                       scale-only formats
+    (E8M0)
 
-This module never touches a tensor: `values()` is plain Python and is the ground truth that the tensor code is tested
-against. Alternative not taken: hand-written tables, which cannot be checked against the layout that they claim.
+This module never touches a tensor: `values()` is plain Python and is the ground truth that the tensor code
+is tested against. Alternative not taken: hand-written tables, which cannot be checked against the layout
+that they claim.
 """
 
 from dataclasses import dataclass

@@ -1,20 +1,21 @@
 """The E2M1 and E4M3 grids on tensors: round, decode, and find the neighbours of a value.
 
-E2M1 magnitudes are 0, .5, 1, 1.5, 2, 3, 4, 6 for the magnitude codes 0..7; `code & 1` is the mantissa bit and bit 3 the
-sign. Ties go to the even code: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4; above 6 saturates.
+E2M1 magnitudes are 0, .5, 1, 1.5, 2, 3, 4, 6 for the magnitude codes 0..7; `code & 1` is the mantissa bit
+and bit 3 the sign. Ties go to the even code: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4,
+5 -> 4; above 6 saturates.
 
-Rounding without a table (`round_magnitude_`). In float32, adding a large A to z and taking it away again rounds z to a
-multiple of the spacing of A. With A = max(z * (2^22 - 4), 2^22) that spacing is the E2M1 step at z: .5 below 2, 1 below 4,
-2 up to 6. The "- 4" keeps z + A inside the binade of A for z just below a power of two; A is an even multiple of the step
-whenever z is a tie, so the float32 rule (ties to even) is the E2M1 rule. Tests check this against exact arithmetic for
-every bf16 number and around every boundary.
+Rounding without a table (`round_magnitude_`). In float32, adding a large A to z and taking it away again
+rounds z to a multiple of the spacing of A. With A = max(z * (2^22 - 4), 2^22) that spacing is the E2M1 step
+at z: .5 below 2, 1 below 4, 2 up to 6. The "- 4" keeps z + A inside the binade of A for z just below a
+power of two; A is an even multiple of the step whenever z is a tie, so the float32 rule (ties to even) is
+the E2M1 rule. Tests check this against exact arithmetic for every bf16 number and around every boundary.
 
-Magnitude codes and doubled magnitudes convert by piecewise-linear maps: v = 2|q| in {0,1,2,3,4,6,8,12} is convex in the
-code, so code = min(v, v/2 + 2, v/4 + 4) and v = max(code, 2 code - 4, 4 code - 16). Alternative not taken: gathers from a
-16-entry table, ten times slower on a CPU.
+Magnitude codes and doubled magnitudes convert by piecewise-linear maps: v = 2|q| in {0,1,2,3,4,6,8,12} is
+convex in the code, so code = min(v, v/2 + 2, v/4 + 4) and v = max(code, 2 code - 4, 4 code - 16).
+Alternative not taken: gathers from a 16-entry table, ten times slower on a CPU.
 
-Everything here is elementwise and never chooses a scale (`scaling.py`). Inputs must be finite unless a function says
-otherwise.
+Everything here is elementwise and never chooses a scale (`scaling.py`). Inputs must be finite unless a
+function says otherwise.
 """
 
 import torch
@@ -85,11 +86,12 @@ def round_e2m1(z: Tensor) -> Tensor:
         code = 8 * signbit(z) + RNE(min(|z|, 6))
 
     Args:
-        z: Float tensor of any shape, already divided by its decode scale. float64 is rounded to float32 first.
+        z: Float tensor of any shape, already divided by its decode scale. float64 is rounded to float32
+            first.
 
     Returns:
-        uint8 codes 0..15, same shape. A negative value that rounds to zero, and -0.0, give 0x8. +-Inf saturates; NaN gives
-        code 0 or 8, because E2M1 has no NaN: callers carry NaN in the scale.
+        uint8 codes 0..15, same shape. A negative value that rounds to zero, and -0.0, give 0x8. +-Inf
+        saturates; NaN gives code 0 or 8, because E2M1 has no NaN: callers carry NaN in the scale.
     """
     z32 = z.detach().to(torch.float32).contiguous()
     _, rounded = round_magnitude_(torch.nan_to_num(z32.abs(), nan=0.0, posinf=6.0))
@@ -113,13 +115,15 @@ def decode_e2m1(code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def encode_e4m3(x: Tensor) -> Tensor:
     """Round to E4M3 bytes, nearest even, saturating at +-448.
 
-    The clamp comes before the cast because casts of values above 464 differ between libraries and versions (NaN or 448).
+    The clamp comes before the cast because casts of values above 464 differ between libraries and versions
+    (NaN or 448).
 
     Args:
         x: Float tensor, any shape.
 
     Returns:
-        uint8 bytes, same shape. Inf saturates to 448 (callers that must carry it use byte 0x7F); NaN gives 0x7F or 0xFF.
+        uint8 bytes, same shape. Inf saturates to 448 (callers that must carry it use byte 0x7F); NaN gives
+        0x7F or 0xFF.
     """
     clamped = x.to(torch.float32).clamp(min=-_E4M3_MAX, max=_E4M3_MAX)
     return clamped.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -145,8 +149,8 @@ def bracket_e2m1(z: Tensor) -> tuple[Tensor, Tensor]:
         z: Finite float tensor, any shape.
 
     Returns:
-        (lower, upper): int8 magnitude codes with value(lower) <= |z| <= value(upper). They are equal when |z| is itself a
-        codeword or was clipped, and differ by one (hence in the mantissa bit) otherwise.
+        (lower, upper): int8 magnitude codes with value(lower) <= |z| <= value(upper). They are equal when
+        |z| is itself a codeword or was clipped, and differ by one (hence in the mantissa bit) otherwise.
     """
     magnitude, rounded = round_magnitude_(z.detach().to(torch.float32).abs())
     code = magnitude_to_code(rounded)

@@ -3,8 +3,8 @@
     packed[j] = code[2j] | code[2j + 1] << 4          even index in the low nibble
     byte[j]   = sum over i of bit[8j + i] << i         bit i of byte j belongs to value 8j + i
 
-Both run along the last dimension and keep the others. This module knows nothing of scales. Alternative not taken: the
-swizzled layouts of tensor-core instructions, which belong to the kernels that need them.
+Both run along the last dimension and keep the others. This module knows nothing of scales. Alternative not
+taken: the swizzled layouts of tensor-core instructions, which belong to the kernels that need them.
 """
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from tracefp4.errors import FormatError
 
 _GATHER_BITS = 0x0102040810204080
-"""Multiplying eight 0/1 bytes, read as one little-endian int64, by this collects them in the top byte without carries."""
+"""Multiplying eight 0/1 bytes, read as one little-endian int64, by this collects them in the top byte
+without carries."""
 _UNPACKED_CODES = torch.tensor([[byte & 15, byte >> 4] for byte in range(256)], dtype=torch.uint8)
 _UNPACKED_BITS = torch.tensor([[byte >> i & 1 for i in range(8)] for byte in range(256)], dtype=torch.uint8)
 
@@ -88,7 +89,9 @@ def unpack_bits(packed: Tensor) -> Tensor:
 
 def _check_bytes(what: str, tensor: Tensor, *, multiple: int) -> None:
     if tensor.dtype != torch.uint8:
-        raise FormatError(f"{what} needs a uint8 tensor; got {tensor.dtype} of shape {tuple(tensor.shape)}. Cast it first.")
+        raise FormatError(
+            f"{what} needs a uint8 tensor; got {tensor.dtype} of shape {tuple(tensor.shape)}. Cast it first."
+        )
     if tensor.dim() == 0 or tensor.shape[-1] % multiple:
         raise FormatError(
             f"{what} needs the last dimension divisible by {multiple}; got shape {tuple(tensor.shape)}. "

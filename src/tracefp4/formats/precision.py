@@ -1,6 +1,7 @@
 """Which scheme each part of one layer uses: one small value that engine and trainer share.
 
-It names schemes and static exponents; it does not select modules (that is the plan's work) and holds no tensors.
+It names schemes and static exponents; it does not select modules (that is the plan's work) and holds no
+tensors.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ class LayerPrecision:
             value = getattr(self, name)
             if not MIN_EXPONENT <= value <= MAX_EXPONENT:
                 raise ConfigError(
-                    f"{name} must lie in [{MIN_EXPONENT}, {MAX_EXPONENT}]; got {value}. Calibrate it again on a batch."
+                    f"{name} must lie in [{MIN_EXPONENT}, {MAX_EXPONENT}]; got {value}. "
+                    "Calibrate it again on a batch."
                 )
 
 

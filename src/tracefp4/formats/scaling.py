@@ -1,13 +1,14 @@
-"""From maxima to scales: the outer power of two, the E4M3 block scale, and the decode scale that multiplies codes.
+"""From maxima to scales: the outer power of two, the E4M3 block scale, and what multiplies a decoded code.
 
-    k           = smallest integer with amax <= 2688 * 2^k, clamped to [-110, 116]; 0 when amax = 0   (2688 = 6 * 448)
-    s_block     = E4M3_nearest_even(min(amax_block / 6 / 2^k, 448))
-                  0 for an all-zero block, 2^-9 for a non-zero block that would round to 0, NaN for a non-finite block
+    k            = smallest integer with amax <= 2688 * 2^k, in [-110, 116]; 0 when amax = 0 (2688 = 6 * 448)
+    s_block      = E4M3_nearest_even(min(amax_block / 6 / 2^k, 448)); 0 for an all-zero block, 2^-9 for a
+                   non-zero block that would round to 0, NaN for a block with NaN or Inf
     decode_scale = s_block * 2^k
 
-k comes from the exponent bits of amax, never from a floating-point logarithm. Block maxima are taken on the bit patterns
-of magnitudes, whose integer order is their numeric order with Inf and NaN on top, so one integer reduction also finds the
-blocks that are not finite. Shapes: N rows, K columns, G = K / 16 blocks. This module never rounds elements (`grid.py`).
+k comes from the exponent bits of amax, never from a floating-point logarithm. Block maxima are taken on the
+bit patterns of magnitudes, whose integer order is their numeric order with Inf and NaN on top, so one integer
+reduction also finds the blocks that are not finite. Shapes: N rows, K columns, G = K / 16 blocks. This module
+never rounds elements (`grid.py`).
 """
 
 import torch
@@ -20,10 +21,10 @@ from tracefp4.formats.scheme import MAX_EXPONENT, MIN_EXPONENT
 NAN_BYTE = 0x7F
 """The E4M3 byte that marks a block with NaN or Inf inside."""
 FLOOR_BYTE = 0x01
-"""The smallest positive E4M3 number, 2^-9: the scale of a block that is not zero but would round to a zero scale."""
+"""The smallest positive E4M3 number, 2^-9: the scale of a block that is not zero but would round to zero."""
 KV_HEADROOM_EXPONENT = 3
-"""A calibrated static exponent leaves room for values 2^3 times the largest one seen before a block scale saturates; block
-scales stay normal (no E4M3 subnormals) for blocks down to 1/3584 of that largest value."""
+"""A calibrated static exponent leaves room for values 2^3 times the largest one seen before a block scale
+saturates; block scales stay normal (no E4M3 subnormals) for blocks down to 1/3584 of that largest value."""
 
 _INF_BITS = 0x7F800000
 _ROUND_UP_ABOVE = 0x7FFFFF - 0x280000  # 2688 = 1.3125 * 2^11, and 0x280000 is the fraction field of 1.3125
@@ -33,18 +34,19 @@ def block_amax(magnitude: Tensor, block_size: int) -> tuple[Tensor, Tensor | Non
     """Return the largest magnitude of every block, and which blocks are finite.
 
     Args:
-        magnitude: Contiguous float32 [..., K], sign bits clear (`abs`), NaN and Inf allowed, K a multiple of `block_size`.
+        magnitude: Contiguous float32 [..., K], sign bits clear (`abs`), NaN and Inf allowed, K a multiple of
+            `block_size`.
         block_size: Elements per block.
 
     Returns:
-        (amax, finite): float32 [..., G], with 0 in blocks that are not finite; and bool [..., G] that is True for finite
-        blocks, or None when all of them are.
+        (amax, finite): float32 [..., G], with 0 in blocks that are not finite; and bool [..., G] that is True
+        for finite blocks, or None when all of them are.
     """
     bits = magnitude.view(torch.int32).unflatten(-1, (-1, block_size)).amax(-1)
     if bits.numel() == 0 or int(bits.max()) < _INF_BITS:
         return bits.view(torch.float32), None
     finite = bits < _INF_BITS
-    return (bits * finite).to(torch.int32).view(torch.float32), finite
+    return bits.masked_fill_(~finite, 0).view(torch.float32), finite
 
 
 def pow2_exponent(amax: Tensor) -> Tensor:
@@ -57,8 +59,8 @@ def pow2_exponent(amax: Tensor) -> Tensor:
         int8, same shape.
     """
     bits = amax.contiguous().view(torch.int32)
-    exponent = ((bits + _ROUND_UP_ABOVE) >> 23) - (127 + 11)
-    return (exponent.clamp_(MIN_EXPONENT, MAX_EXPONENT) * (bits != 0)).to(torch.int8)
+    exponent = ((bits + _ROUND_UP_ABOVE) >> 23).sub_(127 + 11).clamp_(MIN_EXPONENT, MAX_EXPONENT)
+    return exponent.mul_(bits != 0).to(torch.int8)
 
 
 def outer_exponent(amax: Tensor, *, outer: str, exponent: int | None) -> Tensor:
@@ -66,7 +68,7 @@ def outer_exponent(amax: Tensor, *, outer: str, exponent: int | None) -> Tensor:
 
     Args:
         amax: Finite float32 [..., G], the maxima of finite blocks.
-        outer: "row" (one per amax[..., :]), "tensor" (one per matrix of the last two dimensions) or "static".
+        outer: "row" (one per amax[..., :]), "tensor" (one per matrix of the last two dimensions), "static".
         exponent: The given exponent of a static scheme, in [-110, 116]; None for the others.
 
     Returns:
@@ -86,18 +88,19 @@ def align_exponent(exponent: Tensor, block_scales: Tensor) -> Tensor:
     return exponent.reshape(exponent.shape + (1,) * (block_scales.dim() - exponent.dim()))
 
 
-def power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^k as float32, exactly, for integer k in [-126, 127], built from the exponent bits."""
-    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+def power_of_two(exponent: Tensor, *, negate: bool = False) -> Tensor:
+    """Return 2^k (or 2^-k with `negate`) as float32, exactly, for int8 k in [-126, 126], from its bits."""
+    wide = exponent.to(torch.int32)
+    return ((127 - wide if negate else wide + 127) << 23).view(torch.float32)
 
 
 def encode_block_scales(amax: Tensor, exponent: Tensor, finite: Tensor | None = None) -> Tensor:
     """Return the E4M3 bytes of the block scales.
 
-        byte = E4M3(min(amax * 2^-k / 6, 448)); 0x01 where that rounds to 0 but amax > 0; 0x7F where not finite
+        byte = E4M3(min(amax * 2^-k / 6, 448)); 0x01 where that is 0 but amax > 0; 0x7F where not finite
 
-    The multiplication by 2^-k is exact (a power of two, in range), so the one rounded float32 operation before the E4M3
-    rounding is the division by 6; it cannot turn a non-tie into a tie.
+    The multiplication by 2^-k is exact (a power of two, in range), so the one rounded float32 operation
+    before the E4M3 rounding is the division by 6; it cannot turn a non-tie into a tie.
 
     Args:
         amax: Finite float32 [..., G], 0 in blocks that are not finite.
@@ -107,9 +110,10 @@ def encode_block_scales(amax: Tensor, exponent: Tensor, finite: Tensor | None = 
     Returns:
         uint8 [..., G].
     """
-    unit = amax * power_of_two(-align_exponent(exponent, amax).to(torch.int32))
+    unit = amax * power_of_two(align_exponent(exponent, amax), negate=True)
     block_scales = encode_e4m3(unit.div_(6.0))
-    block_scales = torch.maximum(block_scales, (amax != 0).to(torch.uint8))  # the floor: 0x01 where a zero byte would lie
+    # The floor: FLOOR_BYTE is 1, the byte of "True", so the larger byte is the floored one.
+    block_scales = torch.maximum(block_scales, (amax != 0).view(torch.uint8))
     if finite is not None:
         block_scales = block_scales.masked_fill_(~finite, NAN_BYTE)
     return block_scales
@@ -126,16 +130,25 @@ def decode_scales(block_scales: Tensor, exponent: Tensor, dtype: torch.dtype = t
     Returns:
         `dtype` [..., G]; 0 for byte 0, NaN for byte 0x7F.
     """
-    return (decode_e4m3(block_scales) * power_of_two(align_exponent(exponent, block_scales))).to(dtype)
+    unit = decode_e4m3(block_scales)
+    return unit.mul_(power_of_two(align_exponent(exponent, block_scales))).to(dtype)
+
+
+def divisor_of(decode_scale: Tensor) -> Tensor:
+    """Return the decode scale as a divisor: infinity where it is 0 or NaN, so that x / divisor is 0 there.
+
+    Callers set values in non-finite blocks to 0 first.
+    """
+    return torch.where(decode_scale > 0, decode_scale, torch.inf)
 
 
 def calibrate_exponent(x: Tensor) -> int:
     """Return the static exponent of a KV scheme from a sample of keys or values.
 
-        k = smallest integer with amax <= 2688 / 2^3 * 2^k, so the largest block scale of the sample is at most 56
+        k = smallest integer with amax <= 2688 / 2^3 * 2^k, so the largest block scale of the sample is <= 56
 
-    Three binades of headroom remain before a block scale saturates, and blocks down to 1/3584 of the largest value keep a
-    normal E4M3 scale.
+    Three binades of headroom remain before a block scale saturates, and blocks down to 1/3584 of the largest
+    value keep a normal E4M3 scale.
 
     Args:
         x: Float tensor, any shape, not empty.
@@ -147,11 +160,13 @@ def calibrate_exponent(x: Tensor) -> int:
         FormatError: When the sample is empty or holds NaN or Inf.
     """
     if x.numel() == 0:
-        raise FormatError("calibrate_exponent needs values; got an empty tensor. Calibrate on a batch with tokens in it.")
+        raise FormatError(
+            "calibrate_exponent needs values; got an empty tensor. Calibrate on a batch with tokens in it."
+        )
     amax = x.detach().abs().amax().to(torch.float32).reshape(1)
     if not bool(torch.isfinite(amax).all()):
         raise FormatError(
-            f"calibrate_exponent needs finite values; got a tensor of shape {tuple(x.shape)} with NaN or Inf. "
+            f"calibrate_exponent needs finite values; got x of shape {tuple(x.shape)} with NaN or Inf. "
             "Find the layer that produced them before calibrating."
         )
     if float(amax) == 0.0:

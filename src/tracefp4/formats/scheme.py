@@ -1,9 +1,11 @@
-"""Schemes: a block format plus every choice that turns data into bytes, as one frozen value with a stable digest.
+"""Schemes: a block format plus every choice that turns data into bytes, as one frozen value with a stable
+digest.
 
-A format says which numbers exist; a scheme says where the outer scale lives, how a block maximum becomes a scale, what a
-zero, tiny or non-finite block does, which way a tie goes, and in which order the operations run. Two schemes under one
-name are a common bug, so the digest of a scheme is stored with every record, checkpoint and export, and a mismatch is
-refused. Changing any field changes the digest. This module never touches a tensor.
+A format says which numbers exist; a scheme says where the outer scale lives, how a block maximum becomes a
+scale, what a zero, tiny or non-finite block does, which way a tie goes, and in which order the operations
+run. Two schemes under one name are a common bug, so the digest of a scheme is stored with every record,
+checkpoint and export, and a mismatch is refused. Changing any field changes the digest. This module never
+touches a tensor.
 """
 
 import difflib
@@ -16,10 +18,12 @@ from tracefp4.errors import ConfigError
 from tracefp4.formats.block import NVFP4, BlockFormat
 
 Outer = Literal["row", "tensor", "static"]
-"""Where the outer power of two lives: one per row, one per matrix of the last two dimensions, or given by the caller."""
+"""Where the outer power of two lives: one per row, one per matrix of the last two dimensions, or given by
+the caller."""
 
 MIN_EXPONENT = -110
-"""Smallest outer exponent. Keeps code * s_block * 2^k a normal bf16 number and 1 / 2^k a normal float32 number."""
+"""Smallest outer exponent. Keeps code * s_block * 2^k a normal bf16 number and 1 / 2^k a normal float32
+number."""
 MAX_EXPONENT = 116
 """Largest outer exponent. 6 * 448 * 2^116 is below the largest bf16 number."""
 
@@ -43,7 +47,8 @@ class Scheme:
     operation_order: str = "float32:x/(s_block*2^k)"
     """One division by the stored, rounded scale; never a multiplication by a reciprocal."""
     nonfinite_rule: str = "block->0x7f;outer_over_finite_blocks"
-    """A block that holds NaN or Inf stores scale byte 0x7F and reads back NaN; the row's other blocks are unaffected."""
+    """A block that holds NaN or Inf stores scale byte 0x7F and reads back NaN; the row's other blocks are
+    unaffected."""
 
     @property
     def block_size(self) -> int:
@@ -54,7 +59,9 @@ class Scheme:
     def digest(self) -> str:
         """First 16 hexadecimal digits of the SHA-256 of all fields, in a fixed order and encoding."""
         text = json.dumps(
-            {"exponents": [MIN_EXPONENT, MAX_EXPONENT], "scheme": asdict(self)}, sort_keys=True, separators=(",", ":")
+            {"exponents": [MIN_EXPONENT, MAX_EXPONENT], "scheme": asdict(self)},
+            sort_keys=True,
+            separators=(",", ":"),
         )
         return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 

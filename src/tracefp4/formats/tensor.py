@@ -2,8 +2,9 @@
 
     value[..., i] = E2M1(code[..., i]) * E4M3(block_scales[..., i // 16]) * 2^exponent
 
-It holds and checks bytes; it never quantizes (ops.quantize) and never multiplies matrices. The packed layout is the one
-of `packing.py`. Alternative not taken: a torch.Tensor subclass, whose implicit conversions hide where values are decoded.
+It holds and checks bytes; it never quantizes (ops.quantize) and never multiplies matrices. The packed
+layout is the one of `packing.py`. Alternative not taken: a torch.Tensor subclass, whose implicit
+conversions hide where values are decoded.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ class BlockTensor:
     block_scales: Tensor
     """uint8 [..., K / 16]; E4M3 bytes. 0 means an all-zero block, 0x7F a block that held NaN or Inf."""
     exponent: Tensor
-    """int8, the outer scale's power of two: shape [...] (row schemes), [...] without its last entry (tensor schemes, one per
-    matrix of the last two dimensions), or 0-dimensional (static schemes)."""
+    """int8, the outer scale's power of two: shape [...] (row schemes), [...] without its last entry (tensor
+    schemes, one per matrix of the last two dimensions), or 0-dimensional (static schemes)."""
     scheme: Scheme
     """The scheme whose rules made the bytes."""
 
@@ -43,7 +44,8 @@ class BlockTensor:
             part = getattr(self, name)
             if part.dtype != dtype or tuple(part.shape) != tuple(shape):
                 raise FormatError(
-                    f"{self.scheme.name} BlockTensor of shape {(*lead, width)} needs {name} as {dtype} {tuple(shape)}; "
+                    f"{self.scheme.name} BlockTensor of shape {(*lead, width)} needs {name} as "
+                    f"{dtype} {tuple(shape)}; "
                     f"got {part.dtype} {tuple(part.shape)}. Rebuild it with ops.quantize."
                 )
 

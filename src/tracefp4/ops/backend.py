@@ -1,8 +1,9 @@
-"""Which implementation of an op runs: named backends, one choice per op and device, and an explanation of every choice.
+"""Which implementation of an op runs: named backends, one choice per op and device, and an explanation of
+every choice.
 
-`AUTO` takes the fastest backend that exists for the device and equals the reference byte for byte; a backend asked for by
-name is used or refused, never replaced. Today every op has one implementation, the reference, which is plain torch and
-runs wherever torch runs.
+`AUTO` takes the fastest backend that exists for the device and equals the reference byte for byte; a
+backend asked for by name is used or refused, never replaced. Today every op has one implementation, the
+reference, which is plain torch and runs wherever torch runs.
 """
 
 import enum
@@ -44,7 +45,8 @@ def choose(op: str, device: torch.device | str, asked: Backend = Backend.AUTO) -
         A backend other than AUTO.
 
     Raises:
-        BackendError: When the op is unknown, `asked` is not a Backend, the device holds no data, or the op lacks it.
+        BackendError: When the op is unknown, `asked` is not a Backend, the device holds no data, or the op
+            lacks it.
     """
     if not isinstance(asked, Backend):
         raise BackendError(
@@ -54,13 +56,16 @@ def choose(op: str, device: torch.device | str, asked: Backend = Backend.AUTO) -
     if op not in IMPLEMENTED:
         raise BackendError(f"Unknown op {op!r}. Ops: {', '.join(IMPLEMENTED)}. Check the spelling.")
     if torch.device(device).type == "meta":
-        raise BackendError(f"{op} needs data; got a tensor on the 'meta' device, which has none. Materialise it first.")
+        raise BackendError(
+            f"{op} needs data; got a tensor on the 'meta' device, which has none. Materialise it first."
+        )
     available = IMPLEMENTED[op]
     if asked is Backend.AUTO:
         return available[0]
     if asked not in available:
         raise BackendError(
-            f"{op} has no backend {asked.name}; it has {', '.join(b.name for b in available)}. Pass one of these or AUTO."
+            f"{op} has no backend {asked.name}; it has {', '.join(b.name for b in available)}. "
+            "Pass one of these or AUTO."
         )
     return asked
 

@@ -2,8 +2,8 @@
 
     value = E2M1(code) * (s_block * 2^k)
 
-Every product is exact in float32, and in bfloat16 for the power-of-two schemes (at most six significant bits), so the
-result does not depend on the order of the multiplications.
+Every product is exact in float32, and in bfloat16 for the power-of-two schemes (at most six significant
+bits), so the result does not depend on the order of the multiplications.
 """
 
 import torch
@@ -17,7 +17,9 @@ from tracefp4.ops.dequantize.reference import dequantize_reference
 _EXACT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def dequantize(t: BlockTensor, *, dtype: torch.dtype = torch.float32, backend: Backend = Backend.AUTO) -> Tensor:
+def dequantize(
+    t: BlockTensor, *, dtype: torch.dtype = torch.float32, backend: Backend = Backend.AUTO
+) -> Tensor:
     """Return the values of a quantized tensor.
 
     Args:
@@ -34,5 +36,7 @@ def dequantize(t: BlockTensor, *, dtype: torch.dtype = torch.float32, backend: B
     """
     choose("dequantize", t.packed.device, backend)
     if dtype not in _EXACT_DTYPES:
-        raise FormatError(f"dequantize gives float32, float64 or bfloat16; got {dtype}. Ask for one of these and cast.")
+        raise FormatError(
+            f"dequantize gives float32, float64 or bfloat16; got {dtype}. Ask for one of these and cast."
+        )
     return dequantize_reference(t, dtype)

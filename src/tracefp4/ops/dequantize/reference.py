@@ -1,4 +1,5 @@
-"""The definition of dequantize, in plain torch: one gather of value pairs per packed byte, one exact multiplication."""
+"""The definition of dequantize, in plain torch: one gather of value pairs per packed byte, one exact
+multiplication."""
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ _PAIRS = torch.tensor([[_VALUES[byte & 15], _VALUES[byte >> 4]] for byte in rang
 
 def dequantize_reference(t: BlockTensor, dtype: torch.dtype) -> Tensor:
     """Decode checked bytes; see `dequantize`."""
-    pairs = _PAIRS.to(t.packed.device).view(torch.float64).view(-1)  # two float32 values moved as one 8-byte word
+    pairs = (
+        _PAIRS.to(t.packed.device).view(torch.float64).view(-1)
+    )  # two float32 values moved as one 8-byte word
     values = pairs[t.packed.to(torch.int32)].view(torch.float32)
     values.unflatten(-1, (-1, t.scheme.block_size)).mul_(t.scales().unsqueeze(-1))
     return values.to(dtype)

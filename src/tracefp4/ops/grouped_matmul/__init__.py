@@ -2,8 +2,9 @@
 
     y[n] = w[e(n)] x[n],   e(n) = the group that row n falls into
 
-Differentiable in x and w. It multiplies what it is given: quantization happens before. Shapes: N rows, K in, M out, E
-experts. Alternative not taken: a padded batch of equal groups, whose cost depends on the largest group.
+Differentiable in x and w. It multiplies what it is given: quantization happens before. Shapes: N rows, K
+in, M out, E experts. Alternative not taken: a padded batch of equal groups, whose cost depends on the
+largest group.
 """
 
 import torch
@@ -31,13 +32,20 @@ def grouped_matmul(x: Tensor, w: Tensor, group_sizes: Tensor, *, backend: Backen
         BackendError: When the backend cannot run here.
     """
     choose("grouped_matmul", x.device, backend)
-    shapes_fit = x.dim() == 2 and w.dim() == 3 and x.shape[1] == w.shape[2] and group_sizes.shape == w.shape[:1]
+    shapes_fit = (
+        x.dim() == 2 and w.dim() == 3 and x.shape[1] == w.shape[2] and group_sizes.shape == w.shape[:1]
+    )
     if not shapes_fit or x.dtype != w.dtype:
         raise FormatError(
             "grouped_matmul needs x [N, K], w [E, M, K] of one dtype and group_sizes [E]; got "
-            f"{x.dtype} {tuple(x.shape)}, {w.dtype} {tuple(w.shape)} and {tuple(group_sizes.shape)}. Check the expert axis."
+            f"{x.dtype} {tuple(x.shape)}, {w.dtype} {tuple(w.shape)} and {tuple(group_sizes.shape)}. "
+            "Check the expert axis."
         )
-    if group_sizes.dtype != torch.int64 or bool((group_sizes < 0).any()) or int(group_sizes.sum()) != x.shape[0]:
+    if (
+        group_sizes.dtype != torch.int64
+        or bool((group_sizes < 0).any())
+        or int(group_sizes.sum()) != x.shape[0]
+    ):
         raise FormatError(
             f"grouped_matmul needs int64 group_sizes >= 0 with sum {x.shape[0]}; got {group_sizes.dtype} "
             f"{group_sizes.tolist()}. Count the rows per expert with torch.bincount(ids, minlength=E)."

@@ -1,6 +1,7 @@
-"""The definition of grouped_matmul: torch's grouped product for float32, a loop over the non-empty experts otherwise.
+"""The definition of grouped_matmul: torch's grouped product for float32, a loop over the non-empty experts
+otherwise.
 
-    y = x w^T per group;   dx = dy w per group;   dw = dy^T x per group (zeros for an empty group)
+y = x w^T per group;   dx = dy w per group;   dw = dy^T x per group (zeros for an empty group)
 """
 
 from typing import Any
@@ -23,14 +24,17 @@ def grouped_matmul_loop(x: Tensor, w: Tensor, group_sizes: Tensor) -> Tensor:
     """Multiply checked groups one expert at a time; any dtype, any strides."""
     sizes = group_sizes.tolist()
     if x.shape[0] == 0:
-        return x @ w.sum(0).T  # [0, M], still connected to both operands, so that their gradients are zeros, not None
+        return (
+            x @ w.sum(0).T
+        )  # [0, M], still connected to both operands, so that their gradients are zeros, not None
     parts = [rows @ w[e].T for e, rows in enumerate(x.split(sizes)) if sizes[e]]
     return torch.cat(parts)
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """torch's grouped product with its three matrix products spelled out; it refuses strides that are not multiples of 16
-    bytes and gradients that were expanded (torch 2.13), hence the size condition above and `contiguous` below."""
+    """torch's grouped product with its three matrix products spelled out; it refuses strides that are not
+    multiples of 16 bytes and gradients that were expanded (torch 2.13), hence the size condition above and
+    `contiguous` below."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:

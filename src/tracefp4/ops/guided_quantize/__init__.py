@@ -1,19 +1,21 @@
-"""guided_quantize: round each value to a codeword next to it, following the rollout's recorded decision where there is one.
+"""guided_quantize: round each value to a codeword next to it, following the rollout's recorded decision
+where there is one.
 
     z = clip(x / decode_scale, -6, 6),   value = decode_scale * q*
 
 without a guide   decode_scale is this tensor's own, q* = nearest even (z)
-full codes        decode_scale is the rollout's, q* = the one of the two neighbours of z nearer to the rollout's codeword
-"bracket"         q* = the neighbour of z whose mantissa bit is the recorded one
-"nearest_cell"    q* = among all codewords with the recorded mantissa bit, the one whose rounding cell is nearest to z;
+full codes        decode_scale is the rollout's, q* = the one of the two neighbours of z nearer to the
+rollout's codeword "bracket"         q* = the neighbour of z whose mantissa bit is the recorded one
+"nearest_cell"    q* = among all codewords with the recorded mantissa bit, the one whose rounding cell is
+nearest to z;
                   a tie goes to the smaller magnitude, and at z = 0 to the side of z's sign
 
-If z is itself a codeword (also the clipped +-6), full codes and "bracket" give that codeword. A block whose scale is 0
-gives 0. So full codes and "bracket" move a value by less than one step; they never copy the rollout.
+If z is itself a codeword (also the clipped +-6), full codes and "bracket" give that codeword. A block whose
+scale is 0 gives 0. So full codes and "bracket" move a value by less than one step; they never copy the
+rollout.
 
 This op knows bytes, not records: who recorded the guide, and for which token, is guidance's business.
 """
-
 
 import torch
 from torch import Tensor
@@ -25,7 +27,6 @@ from tracefp4.ops.guided_quantize.reference import guided_quantize_reference
 from tracefp4.ops.guided_quantize.values import Guide, Rounded
 
 __all__ = ["Guide", "Rounded", "guided_quantize"]
-
 
 
 def guided_quantize(
@@ -48,8 +49,9 @@ def guided_quantize(
         backend: Implementation.
 
     Returns:
-        Values in x's dtype and the bytes behind them. A block of x with NaN or Inf gets scale byte 0x7F and reads back NaN,
-        guided or not; so does a block whose recorded scale is 0x7F. Empty N is fine. No autograd: callers wrap it.
+        Values in x's dtype and the bytes behind them. A block of x with NaN or Inf gets scale byte 0x7F and
+        reads back NaN, guided or not; so does a block whose recorded scale is 0x7F. Empty N is fine. No
+        autograd: callers wrap it.
 
     Raises:
         FormatError: When x, the guide or the exponent do not fit the scheme or each other.
@@ -64,17 +66,25 @@ def guided_quantize(
 
 def _check_input(x: Tensor, scheme: Scheme, exponent: int | None) -> None:
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
-        raise FormatError(f"{scheme.name} needs a float tensor of 16 bits or more; got {x.dtype}. Cast it first.")
+        raise FormatError(
+            f"{scheme.name} needs a float tensor of 16 bits or more; got {x.dtype}. Cast it first."
+        )
     if x.dim() != 2 or x.shape[1] == 0 or x.shape[1] % scheme.block_size:
         raise FormatError(
-            f"guided_quantize with {scheme.name} needs x [N, K] with K a positive multiple of {scheme.block_size}; "
-            f"got shape {tuple(x.shape)}. Flatten the leading dimensions, or pad K."
+            f"guided_quantize with {scheme.name} needs x [N, K] with K a positive multiple of "
+            f"{scheme.block_size}; got shape {tuple(x.shape)}. Flatten the leading dimensions, or pad K."
         )
     if (exponent is None) == (scheme.outer == "static"):
-        needs = "needs an exponent (calibrate_exponent)" if scheme.outer == "static" else "finds its own exponent"
-        raise FormatError(f"{scheme.name} {needs}; got exponent={exponent}. Pass it exactly when the scheme is static.")
+        needs = (
+            "needs an exponent (calibrate_exponent)" if scheme.outer == "static" else "finds its own exponent"
+        )
+        raise FormatError(
+            f"{scheme.name} {needs}; got exponent={exponent}. Pass it exactly when the scheme is static."
+        )
     if exponent is not None and not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
-        raise FormatError(f"exponent must lie in [{MIN_EXPONENT}, {MAX_EXPONENT}]; got {exponent}. Calibrate it again.")
+        raise FormatError(
+            f"exponent must lie in [{MIN_EXPONENT}, {MAX_EXPONENT}]; got {exponent}. Calibrate it again."
+        )
 
 
 def _check_guide(x: Tensor, scheme: Scheme, guide: Guide) -> None:
@@ -85,7 +95,10 @@ def _check_guide(x: Tensor, scheme: Scheme, guide: Guide) -> None:
         )
     if (guide.exponent is None) == (scheme.outer == "row"):
         needs = "a row exponent int8 [N]" if scheme.outer == "row" else "no row exponent"
-        raise FormatError(f"A guide under {scheme.name} has {needs}; got exponent={guide.exponent}. Check the record's scheme.")
+        raise FormatError(
+            f"A guide under {scheme.name} has {needs}; got exponent={guide.exponent}. "
+            "Check the record's scheme."
+        )
     rows, width = x.shape
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "valid": (torch.bool, (rows,)),

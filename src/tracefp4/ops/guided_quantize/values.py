@@ -1,4 +1,5 @@
-"""What goes into and comes out of guided_quantize: two frozen values, no arithmetic. Shapes: N rows, K columns, G = K / 16."""
+"""What goes into and comes out of guided_quantize: two frozen values, no arithmetic. Shapes: N rows, K
+columns, G = K / 16."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,9 +14,11 @@ class Guide:
     """The rollout's decisions for N rows; exactly one of `codes` and `bits` is present."""
 
     valid: Tensor
-    """bool [N]; False = nothing was recorded for this row, which is rounded to nearest even under its own scales."""
+    """bool [N]; False = nothing was recorded for this row, which is rounded to nearest even under its own
+    scales."""
     exponent: Tensor | None
-    """int8 [N], the recorded outer exponents, read where valid; None for a static scheme, which has its own."""
+    """int8 [N], the recorded outer exponents, read where valid; None for a static scheme, which has its
+    own."""
     block_scales: Tensor
     """uint8 [N, G], the recorded E4M3 bytes (0..0x7F), read where valid."""
     codes: Tensor | None
@@ -31,7 +34,9 @@ class Guide:
             got = "neither" if self.codes is None else "both"
             raise FormatError(f"A guide holds codes or bits; got {got}. Pass exactly one of them.")
         if self.decoder not in ("bracket", "nearest_cell"):
-            raise FormatError(f"Unknown decoder {self.decoder!r}. Decoders: 'bracket', 'nearest_cell'. Pass one of them.")
+            raise FormatError(
+                f"Unknown decoder {self.decoder!r}. Decoders: 'bracket', 'nearest_cell'. Pass one of them."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,5 +52,5 @@ class Rounded:
     exponent: Tensor
     """int8, the outer exponents used: [N] (row schemes), 0-dimensional (static and tensor schemes)."""
     nearest_changed: Tensor
-    """int64, 0-dimensional: values where guidance chose another codeword than nearest even under the same scale; +0 and -0
-    are one codeword. 0 without a guide."""
+    """int64, 0-dimensional: values where guidance chose another codeword than nearest even under the same
+    scale; +0 and -0 are one codeword. 0 without a guide."""

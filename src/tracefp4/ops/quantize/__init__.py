@@ -2,8 +2,8 @@
 
     value = code * s_block * 2^k,   code = E2M1(x / (s_block * 2^k)),   s_block = E4M3(amax_block / 6 / 2^k)
 
-The outer exponent k, the floor and the rule for non-finite blocks are the scheme's (formats/scheme.py). This op rounds to
-nearest even only; following recorded decisions is `guided_quantize`.
+The outer exponent k, the floor and the rule for non-finite blocks are the scheme's (formats/scheme.py).
+This op rounds to nearest even only; following recorded decisions is `guided_quantize`.
 """
 
 from torch import Tensor
@@ -21,16 +21,17 @@ def quantize(
     """Quantize a tensor along its last dimension, rounding to nearest even.
 
     Args:
-        x: Float tensor [..., K], K a positive multiple of the block size; any strides. Arithmetic is float32: bfloat16 and
-            float16 are widened exactly, float64 is rounded to float32 first (beyond its range: Inf).
+        x: Float tensor [..., K], K a positive multiple of the block size; any strides. Arithmetic is
+            float32: bfloat16 and float16 are widened exactly, float64 is rounded to float32 first (beyond
+                its range: Inf).
         scheme: The scheme; a "tensor" scheme needs at least two dimensions and takes one exponent per matrix.
         exponent: Outer exponent of a static scheme, in [-110, 116]; must be None for the others.
         backend: Implementation.
 
     Returns:
-        The bytes. All-zero block: scale byte 0 and zero codes. Block with NaN or Inf: scale byte 0x7F, codes 0, reads back
-        NaN; the outer exponent comes from the finite blocks. -0.0 and negatives that round to zero keep code 8. Empty
-        leading dimensions are fine. No autograd.
+        The bytes. All-zero block: scale byte 0 and zero codes. Block with NaN or Inf: scale byte 0x7F,
+        codes 0, reads back NaN; the outer exponent comes from the finite blocks. -0.0 and negatives that
+        round to zero keep code 8. Empty leading dimensions are fine. No autograd.
 
     Raises:
         FormatError: When dtype, shape or exponent do not fit the scheme.
@@ -50,15 +51,23 @@ def quantize(
 
 def _check(x: Tensor, scheme: Scheme, exponent: int | None) -> None:
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
-        raise FormatError(f"{scheme.name} needs a float tensor of 16 bits or more; got {x.dtype}. Cast it first.")
+        raise FormatError(
+            f"{scheme.name} needs a float tensor of 16 bits or more; got {x.dtype}. Cast it first."
+        )
     least = 2 if scheme.outer == "tensor" else 1
     if x.dim() < least or x.shape[-1] == 0 or x.shape[-1] % scheme.block_size:
         raise FormatError(
-            f"{scheme.name} needs at least {least} dimension(s), the last a positive multiple of {scheme.block_size}; "
-            f"got x of shape {tuple(x.shape)}. Pad it or keep this tensor in bf16."
+            f"{scheme.name} needs at least {least} dimension(s), the last a positive multiple of "
+            f"{scheme.block_size}; got x of shape {tuple(x.shape)}. Pad it or keep this tensor in bf16."
         )
     if (exponent is None) == (scheme.outer == "static"):
-        needs = "needs an exponent (calibrate_exponent)" if scheme.outer == "static" else "finds its own exponent"
-        raise FormatError(f"{scheme.name} {needs}; got exponent={exponent}. Pass it exactly when the scheme is static.")
+        needs = (
+            "needs an exponent (calibrate_exponent)" if scheme.outer == "static" else "finds its own exponent"
+        )
+        raise FormatError(
+            f"{scheme.name} {needs}; got exponent={exponent}. Pass it exactly when the scheme is static."
+        )
     if exponent is not None and not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
-        raise FormatError(f"exponent must lie in [{MIN_EXPONENT}, {MAX_EXPONENT}]; got {exponent}. Calibrate it again.")
+        raise FormatError(
+            f"exponent must lie in [{MIN_EXPONENT}, {MAX_EXPONENT}]; got {exponent}. Calibrate it again."
+        )

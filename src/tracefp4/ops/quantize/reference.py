@@ -1,7 +1,7 @@
 """The definition of quantize, in plain torch. Shapes: [..., K] elements, G = K / 16 blocks.
 
-Order of rounding operations: x to float32; amax * 2^-k (exact); / 6 (float32); E4M3; x / (s_block * 2^k) (float32, one
-division by an exact product); E2M1. Never a multiplication by a reciprocal.
+Order of rounding operations: x to float32; amax * 2^-k (exact); / 6 (float32); E4M3; x / (s_block * 2^k)
+(float32, one division by an exact product); E2M1. Never a multiplication by a reciprocal.
 """
 
 import torch
@@ -9,7 +9,13 @@ from torch import Tensor
 
 from tracefp4.formats.grid import magnitude_to_code, round_magnitude_, sign_of
 from tracefp4.formats.packing import pack_codes
-from tracefp4.formats.scaling import block_amax, decode_scales, encode_block_scales, outer_exponent
+from tracefp4.formats.scaling import (
+    block_amax,
+    decode_scales,
+    divisor_of,
+    encode_block_scales,
+    outer_exponent,
+)
 from tracefp4.formats.scheme import Scheme
 from tracefp4.formats.tensor import BlockTensor
 
@@ -25,9 +31,7 @@ def quantize_reference(x: Tensor, scheme: Scheme, exponent: int | None) -> Block
     outer = outer_exponent(amax, outer=scheme.outer, exponent=exponent)
     block_scales = encode_block_scales(amax, outer, finite)
     decode_scale = decode_scales(block_scales, outer)
-    # A zero or NaN scale belongs to a block whose magnitudes are all 0 here; any finite divisor keeps them 0.
-    divisor = decode_scale.nan_to_num(nan=1.0).masked_fill_(decode_scale == 0, 1.0)
-    magnitude.unflatten(-1, (-1, scheme.block_size)).div_(divisor.unsqueeze(-1))
+    magnitude.unflatten(-1, (-1, scheme.block_size)).div_(divisor_of(decode_scale).unsqueeze(-1))
     _, rounded = round_magnitude_(magnitude)
     codes = magnitude_to_code(rounded).bitwise_or_(sign_of(x).bitwise_and_(8)).view(torch.uint8)
     return BlockTensor(packed=pack_codes(codes), block_scales=block_scales, exponent=outer, scheme=scheme)
