@@ -51,6 +51,7 @@ def test_left_padding_and_extra_columns_only_move_the_tokens():
     assert left.input_ids.shape == (2, 8)
     assert left.positions.tolist()[1] == [-1, -1, -1, -1, -1, -1, 0, 1]
     assert left.model_positions().min() == 0
+    assert torch.equal(left.completion_mask, left.loss_mask)
     for name in ("input_ids", "positions", "loss_mask", "rollout_logprobs", "weight_versions"):
         assert torch.equal(getattr(left, name)[left.attention_mask], getattr(right, name)[right.attention_mask]), name
 
@@ -64,6 +65,7 @@ def test_truncated_samples_can_be_taken_out_of_the_loss():
     cut = sample([1], [4, 5], is_truncated=True, finish_reason="length")
     assert pad([cut], pad_id=0).loss_mask.sum() == 2
     assert pad([cut], pad_id=0, trains_truncated=False).loss_mask.sum() == 0
+    assert pad([cut], pad_id=0, trains_truncated=False).completion_mask.sum() == 2
 
 
 def test_aln_3_a_sample_cut_inside_its_prompt_has_no_loss_token():

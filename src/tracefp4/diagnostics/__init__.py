@@ -1,6 +1,6 @@
 """Measures of how equal trainer and rollout are. They read; they never change training."""
 
-from tracefp4.diagnostics.agreement import AgreementCounts, agreement_metrics, count_mismatches, merge_sites
+from tracefp4.diagnostics.agreement import AgreementCounts, agreement_metrics, collect_sites, merge_sites
 from tracefp4.diagnostics.mismatch import mismatch_by_lag, mismatch_metrics
 from tracefp4.diagnostics.transmission import UpdateTransmission, update_transmission
 
@@ -8,7 +8,7 @@ __all__ = [
     "AgreementCounts",
     "UpdateTransmission",
     "agreement_metrics",
-    "count_mismatches",
+    "collect_sites",
     "merge_sites",
     "mismatch_by_lag",
     "mismatch_metrics",

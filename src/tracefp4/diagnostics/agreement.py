@@ -1,9 +1,8 @@
-"""Do trainer and rollout hold the same codes? Counts per site, added over batches, turned into rates.
+"""Do trainer and rollout hold the same codes? The counters of replayed batches, added and turned into rates.
 
 Counts are integers, so merging is exact and independent of the order of batches; rates are made only at the
-end, by site, by layer, by kind of site, or over all. The codes 0x0 and 0x8 are +0 and -0, the same value, and
-count as equal.
-A rate without anything to count is left out: it is not 0.
+end, by site, by kind of site, by layer, or over all. The counters already treat the codes 0x0 and 0x8 (+0 and
+-0) as equal. A rate with nothing to count is left out: not measured is not 0.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from torch import Tensor
 from tracefp4.errors import ConfigError
-
-NEGATIVE_ZERO = 8
+from tracefp4.guidance import counters as guidance_counters
+from tracefp4.guidance.counters import Counters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,36 +20,52 @@ class AgreementCounts:
     """What was counted at one site, or at several after adding. All are >= 0."""
 
     values: int = 0
-    """Values that passed the site (real tokens, not padding)."""
+    """Values rounded at real positions."""
     positions_guided: int = 0
-    """Token positions that had a decision to follow."""
+    """Positions that had a decision to follow."""
     positions_missing: int = 0
-    """Token positions that had none and were rounded to nearest."""
+    """Positions that had none and were rounded to nearest."""
     changed: int = 0
     """Values that guidance gave another codeword than nearest rounding at the same scale."""
     compared: int = 0
-    """Values compared with the rollout's codes; 0 when no reference record was given."""
+    """Values compared with the rollout's codes; 0: not measured."""
     mismatched_before: int = 0
-    """Compared values whose code under the trainer's own scale, rounded to nearest, differs from the
-    rollout's."""
+    """Compared values whose nearest code under the trainer's own scale differs from the rollout's."""
     mismatched_after: int = 0
     """Compared values whose code after guidance differs from the rollout's."""
     compared_scales: int = 0
-    """Block scale bytes compared."""
+    """Blocks whose scale was compared; 0: not measured."""
     mismatched_scales: int = 0
-    """Block scale bytes of the trainer's own that differ from the rollout's."""
+    """Compared blocks whose own scale byte or row exponent differs from the rollout's."""
 
     def __post_init__(self) -> None:
-        for name, part, whole in (
-            ("mismatched_before", self.mismatched_before, self.compared),
-            ("mismatched_after", self.mismatched_after, self.compared),
-            ("mismatched_scales", self.mismatched_scales, self.compared_scales),
+        for name, whole in (
+            ("mismatched_before", self.compared),
+            ("mismatched_after", self.compared),
+            ("mismatched_scales", self.compared_scales),
+            ("changed", self.values),
         ):
-            if not 0 <= part <= whole:
+            if not 0 <= getattr(self, name) <= whole:
                 raise ConfigError(
-                    f"AgreementCounts.{name} is refused: got {part}; allowed is 0 .. {whole}, what was "
-                    "compared. Count both over the same values."
+                    f"AgreementCounts.{name} is refused: got {getattr(self, name)}; allowed is 0 .. {whole}, "
+                    "what was looked at. Count both over the same values."
                 )
+
+    @classmethod
+    def from_site(cls, counts: guidance_counters.SiteCounts) -> AgreementCounts:
+        """Read one site's counters; what was not measured counts as 0 compared."""
+        found = counts.resolved()
+        return cls(
+            values=found.values,
+            positions_guided=found.positions_guided,
+            positions_missing=found.positions_missing,
+            changed=int(found.values_changed),
+            compared=int(found.values_compared or 0),
+            mismatched_before=int(found.mismatched_before or 0),
+            mismatched_after=int(found.mismatched_after or 0),
+            compared_scales=int(found.blocks_compared or 0),
+            mismatched_scales=int(found.blocks_mismatched or 0),
+        )
 
     def __add__(self, other: AgreementCounts) -> AgreementCounts:
         """Add two counts, field by field."""
@@ -62,52 +76,84 @@ class AgreementCounts:
     def rates(self) -> dict[str, float]:
         """Return the rates that are defined.
 
-        mismatch_before, mismatch_after: of compared values. scale_mismatch: of compared scale bytes. changed:
-        of values. missing: positions without a decision, of all positions.
+        mismatch_before and mismatch_after: of compared values. scale_mismatch: of compared blocks.
+        changed: of values. missing: positions without a decision, of all positions.
         """
-        positions = self.positions_guided + self.positions_missing
         parts = {
             "mismatch_before": (self.mismatched_before, self.compared),
             "mismatch_after": (self.mismatched_after, self.compared),
             "scale_mismatch": (self.mismatched_scales, self.compared_scales),
             "changed": (self.changed, self.values),
-            "missing": (self.positions_missing, positions),
+            "missing": (self.positions_missing, self.positions_guided + self.positions_missing),
+        }
+        return {name: part / whole for name, (part, whole) in parts.items() if whole > 0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingAgreement:
+    """What was counted at one router, or at several after adding. All are >= 0."""
+
+    positions: int = 0
+    """Positions routed."""
+    positions_replayed: int = 0
+    """Positions that took the recorded experts."""
+    positions_changed: int = 0
+    """Replayed positions where the live router would have chosen another set of experts."""
+
+    @classmethod
+    def from_router(cls, counts: guidance_counters.RoutingCounts) -> RoutingAgreement:
+        """Read one router's counters."""
+        return cls(**{item.name: int(getattr(counts, item.name)) for item in fields(cls)})
+
+    def __add__(self, other: RoutingAgreement) -> RoutingAgreement:
+        """Add two counts, field by field."""
+        return RoutingAgreement(
+            positions=self.positions + other.positions,
+            positions_replayed=self.positions_replayed + other.positions_replayed,
+            positions_changed=self.positions_changed + other.positions_changed,
+        )
+
+    def rates(self) -> dict[str, float]:
+        """Return `replayed` (of positions) and `changed` (of replayed positions), where defined."""
+        parts = {
+            "replayed": (self.positions_replayed, self.positions),
+            "changed": (self.positions_changed, self.positions_replayed),
         }
         return {name: part / whole for name, (part, whole) in parts.items() if whole > 0}
 
 
 # (kind, layer) of a guidance Site: "x" expert input, "w2" down-projection input, "k", "v"; layer from 0
-SiteCounts = Mapping[tuple[str, int], AgreementCounts]
+SiteKey = tuple[str, int]
+SiteCounts = Mapping[SiteKey, AgreementCounts]
 
 
-def count_mismatches(codes: Tensor, reference: Tensor) -> int:
-    """Count E2M1 codes that stand for different values.
-
-    Args:
-        codes: uint8, unpacked codes 0..15, any shape.
-        reference: uint8 of the same shape.
-
-    Returns:
-        Number of entries whose values differ; 0x0 and 0x8 are equal. 0 for empty tensors.
-
-    Raises:
-        ConfigError: shapes that differ.
-    """
-    if codes.shape != reference.shape:
-        raise ConfigError(
-            f"count_mismatches needs codes of one shape; got {tuple(codes.shape)} and "
-            f"{tuple(reference.shape)}. Compare the same rows."
-        )
-    is_zero = ((codes | reference) & (NEGATIVE_ZERO - 1)) == 0
-    return int(((codes != reference) & ~is_zero).sum())
+def collect_sites(counters: Counters) -> dict[SiteKey, AgreementCounts]:
+    """Read the site counters of one replayed batch, after its last pass (a later pass overwrites them)."""
+    return {
+        (site.kind, site.layer): AgreementCounts.from_site(found) for site, found in counters.sites.items()
+    }
 
 
-def merge_sites(parts: Iterable[SiteCounts]) -> dict[tuple[str, int], AgreementCounts]:
+def collect_routing(counters: Counters) -> dict[int, RoutingAgreement]:
+    """Read the router counters of one replayed batch, by decoder layer, after its last pass."""
+    return {layer: RoutingAgreement.from_router(found) for layer, found in counters.routing.items()}
+
+
+def merge_sites(parts: Iterable[SiteCounts]) -> dict[SiteKey, AgreementCounts]:
     """Add the counts of several batches, site by site; a site may be absent from some of them."""
-    merged: dict[tuple[str, int], AgreementCounts] = {}
+    merged: dict[SiteKey, AgreementCounts] = {}
     for part in parts:
         for site, counts in part.items():
-            merged[site] = merged[site] + counts if site in merged else counts
+            merged[site] = merged.get(site, AgreementCounts()) + counts
+    return merged
+
+
+def merge_routing(parts: Iterable[Mapping[int, RoutingAgreement]]) -> dict[int, RoutingAgreement]:
+    """Add the counts of several batches, router by router."""
+    merged: dict[int, RoutingAgreement] = {}
+    for part in parts:
+        for layer, counts in part.items():
+            merged[layer] = merged.get(layer, RoutingAgreement()) + counts
     return merged
 
 
@@ -117,29 +163,41 @@ def total(counts: SiteCounts) -> AgreementCounts:
 
 
 def by_layer(counts: SiteCounts) -> dict[int, AgreementCounts]:
-    """Add the counts of all sites of each layer; layers ascending."""
-    layers = sorted({layer for _, layer in counts})
-    return {
-        wanted: total({site: part for site, part in counts.items() if site[1] == wanted}) for wanted in layers
-    }
+    """Add the counts of each layer's sites; layers ascending."""
+    found: dict[int, AgreementCounts] = {}
+    for kind, layer in sorted(counts, key=lambda site: site[1]):
+        found[layer] = found.get(layer, AgreementCounts()) + counts[kind, layer]
+    return found
 
 
 def by_kind(counts: SiteCounts) -> dict[str, AgreementCounts]:
     """Add the counts of all layers for each kind of site; kinds in alphabetical order."""
-    kinds = sorted({kind for kind, _ in counts})
-    return {
-        wanted: total({site: part for site, part in counts.items() if site[0] == wanted}) for wanted in kinds
-    }
+    found: dict[str, AgreementCounts] = {}
+    for kind, layer in sorted(counts):
+        found[kind] = found.get(kind, AgreementCounts()) + counts[kind, layer]
+    return found
 
 
-def agreement_metrics(counts: SiteCounts) -> dict[str, float]:
-    """Name the rates over all sites, by kind and by site.
+def agreement_metrics(
+    counts: SiteCounts, *, routing: Mapping[int, RoutingAgreement] | None = None
+) -> dict[str, float]:
+    """Name the rates over all sites, by kind, by site and by router.
 
-    Names: agreement/<rate>, agreement/<kind>/<rate>, agreement/<kind>/layer_<n>/<rate>.
+    Names: agreement/<rate>, agreement/<kind>/<rate>, agreement/layers.<n>.<kind>/<rate>,
+    agreement/routing/<rate>, agreement/layers.<n>.routing/<rate>.
+
+    Args:
+        counts: counts by site.
+        routing: counts by decoder layer of the router. None: routing was not replayed.
     """
-    metrics = {f"agreement/{name}": value for name, value in total(counts).rates().items()}
-    for kind, part in by_kind(counts).items():
-        metrics |= {f"agreement/{kind}/{name}": value for name, value in part.rates().items()}
-    for (kind, layer), part in sorted(counts.items()):
-        metrics |= {f"agreement/{kind}/layer_{layer}/{name}": value for name, value in part.rates().items()}
-    return metrics
+    routers = routing or {}
+    named: dict[str, AgreementCounts | RoutingAgreement] = {"": total(counts)}
+    named |= {f"{kind}/": part for kind, part in by_kind(counts).items()}
+    named |= {f"layers.{layer}.{kind}/": part for (kind, layer), part in sorted(counts.items())}
+    named["routing/"] = sum(routers.values(), RoutingAgreement())
+    named |= {f"layers.{layer}.routing/": part for layer, part in sorted(routers.items())}
+    return {
+        f"agreement/{prefix}{name}": value
+        for prefix, part in named.items()
+        for name, value in part.rates().items()
+    }

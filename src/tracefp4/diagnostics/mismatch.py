@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
 from tracefp4.errors import ConfigError, RecordError
 
 # verl rollout_corr_helper.SAFETY_BOUND: log-ratios are clamped to +- this before the exp of a chi-square

@@ -26,6 +26,7 @@ from statistics import NormalDist
 
 import torch
 from torch import Tensor
+
 from tracefp4.errors import ConfigError, RecordError
 
 

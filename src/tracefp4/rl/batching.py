@@ -58,6 +58,11 @@ class Batch:
         """B."""
         return self.input_ids.shape[0]
 
+    @property
+    def completion_mask(self) -> Tensor:
+        """bool [B, T], True at completion tokens, trained or not."""
+        return self.weight_versions >= 0
+
     def model_positions(self) -> Tensor:
         """Return position ids for the model, int64 [B, T]: `positions` with 0 at padding."""
         return self.positions.clamp(min=0)

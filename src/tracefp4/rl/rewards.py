@@ -25,7 +25,6 @@ from types import FrameType
 from typing import Any
 
 from tracefp4.errors import ConfigError, RecordError
-
 from tracefp4.rl.tasks import Task, create_dataset
 
 VERIFIERS = ("reasoning_gym", "math_verify", "function")
