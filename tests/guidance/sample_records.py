@@ -1,4 +1,4 @@
-"""Synthetic activations whose values differ at every position, and records of them made by the real rounding path."""
+"""Synthetic activations that differ at every position, and records of them made by the real rounding path."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,9 @@ TOP_K = 2
 KV_EXPONENT = -2
 
 
-def activations(trajectory: int, positions: Sequence[int] | Tensor, *, site: Site = X0, rows: int = 1) -> Tensor:
+def activations(
+    trajectory: int, positions: Sequence[int] | Tensor, *, site: Site = X0, rows: int = 1
+) -> Tensor:
     """Values [n * rows, WIDTH] that depend on (trajectory, position, site) alone; bf16 numbers in float32."""
     found = []
     for position in torch.as_tensor(positions).tolist():

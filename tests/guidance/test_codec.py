@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from tests.guidance.sample_records import K0, W0, X0, identity, recorded
 
 from tracefp4.errors import RecordError
-from tracefp4.guidance import Record, Site, SiteRecord, codec_by_name, record_from_bytes, record_to_bytes, records_equal
+from tracefp4.guidance import (
+    Record,
+    Site,
+    SiteRecord,
+    codec_by_name,
+    record_from_bytes,
+    record_to_bytes,
+    records_equal,
+)
 
 
 @st.composite

@@ -4,7 +4,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.guidance.sample_records import K0, NUM_EXPERTS, TOP_K, W0, WIDTH, X0, X1, activations, recorded, round_at
+from tests.guidance.sample_records import (
+    K0,
+    NUM_EXPERTS,
+    TOP_K,
+    W0,
+    WIDTH,
+    X0,
+    X1,
+    activations,
+    recorded,
+    round_at,
+)
 
 from tracefp4.errors import ConfigError, RecordError
 from tracefp4.guidance import ReplayBatch, codec_by_name, concat, recode_all, records_equal
@@ -112,8 +123,10 @@ def test_recode_keeps_the_mantissa_bits_and_the_reverse_is_refused():
 
 def test_recode_all_equals_recoding_one_by_one():
     records = [recorded(0, length=4), recorded(1, length=0), recorded(2, length=7, sites=(X0, W0))]
-    for one, many in zip([part.recode("mantissa") for part in records], recode_all(records, "mantissa"), strict=True):
+    one_by_one = [part.recode("mantissa") for part in records]
+    for one, many in zip(one_by_one, recode_all(records, "mantissa"), strict=True):
         assert records_equal(one, many)
+    assert recode_all(one_by_one, "mantissa") == one_by_one
     assert recode_all([], "mantissa") == []
 
 

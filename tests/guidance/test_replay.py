@@ -1,0 +1,287 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.guidance.sample_records import (
+    K0,
+    NUM_EXPERTS,
+    TOP_K,
+    W0,
+    X0,
+    X1,
+    activations,
+    recorded,
+    round_at,
+    router_logits,
+)
+
+from tracefp4.errors import ConfigError, RecordError
+from tracefp4.guidance import ReplayBatch, codec_by_name, record_from_bytes, record_to_bytes, route_site
+from tracefp4.guidance.session import replay
+
+LENGTHS = (10, 6, 8)
+
+
+def padded_positions(side: str, *, extra: int = 0) -> torch.Tensor:
+    columns = max(LENGTHS) + 1 + extra
+    positions = torch.full((len(LENGTHS), columns), -1)
+    for row, length in enumerate(LENGTHS):
+        first = columns - (length + 1) if side == "left" else 0
+        positions[row, first : first + length + 1] = torch.arange(length + 1)
+    return positions
+
+
+def batch_values(positions: torch.Tensor, *, site=X0, noise: float = 0.0, rows: int = 1) -> torch.Tensor:
+    """The trainer's values: the rollout's, plus relative noise; padding holds something else."""
+    parts = []
+    for row in range(positions.shape[0]):
+        for position in positions[row].tolist():
+            parts.append(activations(row if position >= 0 else 77, [abs(position)], site=site, rows=rows))
+    x = torch.cat(parts)
+    return x + noise * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+
+
+def sample_records(codec: str = "full"):
+    return [recorded(row, length=length).recode(codec) for row, length in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize("codec", ["full", "mantissa"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("site", [X0, X1, K0], ids=str)
+def test_replaying_equal_values_changes_nothing(codec, side, site):
+    positions = padded_positions(side)
+    batch = ReplayBatch(positions=positions, records=sample_records(codec), references=sample_records())
+    x = batch_values(positions, site=site)
+    with replay(batch):
+        guided = round_at(site, x)
+    live = round_at(site, x)
+    assert torch.equal(guided.values, live.values)
+    assert torch.equal(guided.codes, live.codes)
+    counts = batch.counters.sites[site].resolved()
+    assert counts.positions == sum(LENGTHS) + len(LENGTHS)
+    assert counts.positions_guided == sum(LENGTHS)
+    assert counts.positions_missing == len(LENGTHS)
+    assert counts.values_compared == sum(LENGTHS) * x.shape[1]
+    assert (counts.values_changed, counts.mismatched_before, counts.mismatched_after) == (0, 0, 0)
+    assert counts.blocks_mismatched == 0
+
+
+@pytest.mark.parametrize("codec", ["full", "mantissa"])
+def test_guidance_removes_the_mismatch_that_noise_makes(codec):
+    positions = padded_positions("right")
+    batch = ReplayBatch(positions=positions, records=sample_records(codec), references=sample_records())
+    with replay(batch):
+        round_at(X0, batch_values(positions, noise=0.003))
+    counts = batch.counters.sites[X0].resolved()
+    assert counts.mismatched_before > 0
+    assert counts.mismatched_after == 0
+    assert counts.values_changed > 0
+
+
+@pytest.mark.parametrize("codec", ["full", "mantissa"])
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_record_shifted_by_one_position_is_seen_by_the_counters(codec, shift):
+    positions = padded_positions("right")
+    shifted = [
+        replace(record, start=1) if shift == 1 else replace(record.rows(1, record.length), start=0)
+        for record in sample_records(codec)
+    ]
+    seen = {}
+    for name, records in (("aligned", sample_records(codec)), ("shifted", shifted)):
+        batch = ReplayBatch(positions=positions, records=records, references=sample_records())
+        with replay(batch):
+            round_at(X0, batch_values(positions, noise=0.003))
+            route_site(0, router_logits(0, range(positions.numel())), top_k=TOP_K)
+        seen[name] = batch.counters.sites[X0].resolved()
+    assert seen["aligned"].mismatched_after == 0
+    assert seen["shifted"].mismatched_after > 0.3 * seen["shifted"].values_compared
+    assert seen["shifted"].values_changed > 20 * seen["aligned"].values_changed
+
+
+def test_places_without_a_decision_are_invalid():
+    first, second = recorded(0, length=4, start=2), recorded(1, length=3)
+    second = replace(second, valid=torch.tensor([True, False, True]))
+    positions = torch.tensor([[0, 1, 2, 5, 6], [-1, 0, 1, 2, 3], [0, 1, 2, 3, 4]])
+    batch = ReplayBatch(positions=positions, records=[first, second, None])
+    guide = batch.guide(X0)
+    assert guide.valid.view(3, 5).tolist() == [
+        [False, False, True, True, False],
+        [False, True, False, True, False],
+        [False] * 5,
+    ]
+    own = round_at(X0, activations(0, [5]))
+    assert torch.equal(guide.codes[3], own.codes[0])
+    ids, valid = batch.routing(0)
+    assert ids.shape == (15, TOP_K)
+    assert torch.equal(valid, guide.valid)
+
+
+def test_a_site_that_some_records_lack_is_missing_there():
+    with_both, only_x1 = recorded(0, length=4, sites=(X0, X1)), recorded(1, length=4, sites=(X1,))
+    batch = ReplayBatch(positions=torch.arange(4).repeat(2, 1), records=[only_x1, with_both])
+    assert batch.guide(X0).valid.tolist() == [False] * 4 + [True] * 4
+    assert batch.guide(X1).valid.all()
+    assert torch.equal(batch.guide(X0).codes[4:], round_at(X0, activations(0, range(4))).codes)
+    assert batch.guide(K0) is None
+
+
+def test_micro_batch_order_and_repeated_questions_do_not_matter():
+    records = sample_records()
+    positions = padded_positions("right")
+    whole = ReplayBatch(positions=positions, records=records).guide(X0)
+    columns = positions.shape[1]
+    for row in (2, 0, 1, 2):
+        part = ReplayBatch(positions=positions[row : row + 1], records=[records[row]])
+        for _ in range(2):
+            guide = part.guide(X0)
+            span = slice(row * columns, (row + 1) * columns)
+            assert torch.equal(guide.valid, whole.valid[span])
+            assert torch.equal(guide.codes[guide.valid], whole.codes[span][guide.valid])
+
+
+def test_packed_rows_address_records_by_index():
+    records = sample_records()
+    positions = torch.tensor([[0, 1, 2, 0, 1, -1, 4]])
+    owners = torch.tensor([[2, 2, 2, 0, 0, -1, 1]])
+    batch = ReplayBatch(positions=positions, records=records, record_index=owners)
+    guide = batch.guide(X0)
+    assert guide.valid.tolist() == [True] * 5 + [False, True]
+    for place, (owner, position) in enumerate(zip(owners[0].tolist(), positions[0].tolist(), strict=True)):
+        if owner >= 0:
+            assert torch.equal(guide.codes[place], round_at(X0, activations(owner, [position])).codes[0])
+    with pytest.raises(RecordError, match="got 3 records"):
+        ReplayBatch(positions=positions, records=records, record_index=owners + 1)
+
+
+def test_pad_6_left_padding_by_three_leaves_every_decision_where_it_was():
+    record = recorded(length=6)
+    alone = ReplayBatch(positions=torch.arange(7)[None], records=[record])
+    padded = ReplayBatch(positions=torch.cat([torch.full((3,), -1), torch.arange(7)])[None], records=[record])
+    for site in (X0, K0):
+        first, second = alone.guide(site), padded.guide(site)
+        assert not second.valid[:3].any()
+        assert torch.equal(second.valid[3:], first.valid)
+        assert torch.equal(second.codes[3:9], first.codes[:6])
+        assert torch.equal(second.block_scales[3:9], first.block_scales[:6])
+
+
+def test_down_projection_rows_belong_to_token_and_slot():
+    positions = padded_positions("left")
+    batch = ReplayBatch(positions=positions, records=sample_records(), references=sample_records())
+    x = batch_values(positions, site=W0, rows=TOP_K)
+    with replay(batch):
+        guided = round_at(W0, x)
+    assert torch.equal(guided.codes, round_at(W0, x).codes)
+    counts = batch.counters.sites[W0].resolved()
+    assert counts.positions_guided == sum(LENGTHS)
+    assert counts.values_compared == sum(LENGTHS) * TOP_K * x.shape[1]
+    assert counts.mismatched_after == 0
+    with pytest.raises(ConfigError, match="replay_routing False"):
+        ReplayBatch(positions=positions, records=sample_records(), replay_routing=False)
+    ReplayBatch(positions=positions, records=sample_records(), replay_routing=False, sites=[X0])
+
+
+def test_only_the_chosen_sites_are_guided():
+    batch = ReplayBatch(positions=torch.arange(4)[None], records=[recorded(length=4)], sites=[X1])
+    assert batch.guide(X0) is None
+    assert batch.guide(X1) is not None
+
+
+def test_agreement_is_measured_without_guidance_too():
+    positions = padded_positions("right")
+    batch = ReplayBatch(positions=positions, records=[None] * 3, references=sample_records())
+    with replay(batch):
+        round_at(X0, batch_values(positions, noise=0.003))
+    counts = batch.counters.sites[X0].resolved()
+    assert counts.positions_guided == 0
+    assert counts.mismatched_before == counts.mismatched_after > 0
+
+
+def test_recomputation_does_not_count_twice_and_totals_add_sites():
+    positions = padded_positions("right")
+    batch = ReplayBatch(positions=positions, records=sample_records(), references=sample_records())
+    x = batch_values(positions, noise=0.003)
+    with replay(batch):
+        round_at(X0, x)
+        once = batch.counters.total()
+        round_at(X0, x)
+        assert batch.counters.total() == once
+        round_at(X1, batch_values(positions, site=X1, noise=0.003))
+    total = batch.counters.total()
+    parts = [batch.counters.sites[site].resolved() for site in (X0, X1)]
+    assert total.mismatched_before == sum(part.mismatched_before for part in parts)
+    assert total.values == 2 * once.values
+
+
+def test_without_references_nothing_is_compared():
+    batch = ReplayBatch(positions=torch.arange(4)[None], records=[recorded(length=4)])
+    with replay(batch):
+        round_at(X0, activations(0, range(4)))
+    assert batch.counters.sites[X0].mismatched_before is None
+    assert batch.counters.total().values_compared is None
+
+
+def test_zero_and_negative_zero_are_equal_in_counts():
+    record = recorded(length=6)
+    codes = codec_by_name("full").guide_codes(record.sites[X0].payload)
+    is_zero = (codes & 7) == 0
+    assert is_zero.any()
+    payload = codec_by_name("full").encode(torch.where(is_zero, codes ^ 8, codes))
+    reference = replace(record, sites={X0: replace(record.sites[X0], payload=payload)})
+    batch = ReplayBatch(positions=torch.arange(6)[None], records=[record], references=[reference])
+    with replay(batch):
+        round_at(X0, activations(0, range(6)))
+    assert batch.counters.total().mismatched_before == 0
+    assert batch.counters.total().mismatched_after == 0
+
+
+def test_a_batch_of_another_size_raises():
+    batch = ReplayBatch(positions=torch.arange(4)[None], records=[recorded(length=4)])
+    with replay(batch):
+        with pytest.raises(RecordError, match=r"got 3 rows.*4 places"):
+            round_at(X0, activations(0, range(3)))
+        with pytest.raises(RecordError, match="does not fit the replayed batch"):
+            route_site(0, torch.zeros(3, NUM_EXPERTS), top_k=TOP_K)
+        with pytest.raises(RecordError, match="does not fit the replayed batch"):
+            route_site(0, torch.zeros(4, NUM_EXPERTS), top_k=3)
+    with pytest.raises(RecordError, match="got 2 records"):
+        ReplayBatch(positions=torch.arange(4)[None], records=[None, None])
+
+
+def test_records_that_do_not_belong_together_raise():
+    positions = torch.arange(4).repeat(2, 1)
+    full, lean = recorded(0, length=4), recorded(1, length=4).recode("mantissa")
+    with pytest.raises(RecordError, match=r"differ at layers\.0\.x"):
+        ReplayBatch(positions=positions, records=[full, lean]).guide(X0)
+    other = replace(lean, identity=replace(lean.identity, plan_digest="other"))
+    with pytest.raises(RecordError, match="different rules"):
+        ReplayBatch(positions=positions, records=[lean, other])
+    with pytest.raises(RecordError, match="codec 'mantissa'"):
+        ReplayBatch(positions=positions, records=[full, None], references=[lean, None]).reference(X0)
+
+
+def test_another_static_exponent_raises():
+    record = recorded(length=4)
+    moved = replace(record, sites={K0: replace(record.sites[K0], static_exponent=5)})
+    batch = ReplayBatch(positions=torch.arange(4)[None], records=[moved])
+    with replay(batch), pytest.raises(RecordError, match=r"its exponent is 5, this side's is -2"):
+        round_at(K0, activations(0, range(4), site=K0))
+
+
+def test_records_read_from_bytes_guide_the_same():
+    record = recorded(length=5)
+    back = record_from_bytes(record_to_bytes(record.recode("mantissa")))
+    positions = torch.arange(5)[None]
+    first = ReplayBatch(positions=positions, records=[record.recode("mantissa")]).guide(X0)
+    second = ReplayBatch(positions=positions, records=[back]).guide(X0)
+    assert torch.equal(first.bits, second.bits)
+    assert torch.equal(first.block_scales, second.block_scales)
+    assert torch.equal(first.exponent, second.exponent)
+
+
+def test_empty_batches_and_empty_records_are_fine():
+    batch = ReplayBatch(positions=torch.zeros(1, 0, dtype=torch.int64), records=[recorded(length=0)])
+    with replay(batch):
+        assert round_at(X0, torch.zeros(0, 32)).values.shape == (0, 32)
+        assert route_site(0, torch.zeros(0, NUM_EXPERTS), top_k=TOP_K).shape == (0, TOP_K)
+    assert batch.counters.total().values == 0
