@@ -1,4 +1,4 @@
-"""`tracefp4 eval`: accuracy and pass@k of any checkpoint on held-out items, rounded to nearest as deployed."""
+"""`tracefp4 eval`: accuracy and pass@k of a checkpoint on held-out items, rounded as deployed."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,8 @@
-"""`tracefp4 plan`: what would become FP4, what a record weighs, and what fits, before anything is downloaded."""
+"""`tracefp4 plan`: what would become FP4, what a record weighs, and what fits, before anything is
+downloaded.
+"""
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -51,10 +54,12 @@ def plan(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every module's decision, guidance bytes per token, memory in BF16 and FP4, and what fits a card."""
+    """Show every module's decision, guidance bytes per token, memory in BF16 and FP4, and what fits a
+    card.
+    """
     from tracefp4.patching import budget
+    from tracefp4.patching.catalogue import shape_by_name
     from tracefp4.patching.rules import PlanRules
-    from tracefp4.patching.shapes import shape_by_name
 
     shape = shape_by_name(model)
     kinds = tuple(kind.strip() for kind in sites.split(",") if kind.strip())
@@ -120,7 +125,7 @@ def _module_sets(
     by_name: dict[tuple[str, tuple[str, str, str]], list[int]] = {}
     for d in decisions:
         guided = ", ".join(_guided(d, shape, rules)) or "-"
-        name = d.name if is_full or d.layer is None else d.name.replace(f".{d.layer}.", ".*.", 1)
+        name = d.name if is_full or d.layer is None else d.name.split(f".{d.layer}.", 1)[1]
         key = (name, ("FP4" if d.is_quantized else "bf16", guided, d.reason))
         by_name.setdefault(key, []).extend([] if d.layer is None else [d.layer])
     by_parent: dict[tuple[str, tuple[int, ...], tuple[str, str, str]], list[str]] = {}
@@ -140,7 +145,7 @@ def ranges(layers: Sequence[int]) -> str:
         return "-"
     if len(layers) == 1:
         return str(layers[0])
-    steps = {b - a for a, b in zip(layers, layers[1:], strict=False)}
+    steps = {b - a for a, b in itertools.pairwise(layers)}
     if steps == {1}:
         return f"{layers[0]}-{layers[-1]}"
     if len(layers) <= 3:
@@ -202,7 +207,8 @@ def _fit_table(memory: "Memory", *, card: str, usable: int) -> "Table":
         header=("what", "needs", "usable", "verdict"),
         rows=tuple(rows),
         caption=(
-            "Usable is 90% of the card. Trainer: bf16 weights and gradients, fp32 master weights and Adam moments, "
+            "Usable is 90% of the card. Trainer: bf16 weights and gradients, fp32 master weights and "
+            "Adam moments, "
             "16 bytes per parameter. Activations and workspaces are not counted."
         ),
     )

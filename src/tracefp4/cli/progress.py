@@ -1,4 +1,4 @@
-"""What a person sees while a command runs: one line per step, tables at the end. Rich is imported when used."""
+"""What a person sees while a command runs: one line per step, tables at the end."""
 
 import time
 from collections.abc import Mapping
@@ -23,7 +23,8 @@ class StepPrinter:
         elapsed_s = time.monotonic() - self._started_s
         reward, mismatch = number(metrics.get(REWARD_KEY), digits=3), number(metrics.get(MISMATCH_KEY))
         typer.echo(
-            f"{self._label} {step:4d}/{self._total}   reward {reward:>6}   mean |d log p| {mismatch:>8}   {elapsed_s:5.0f} s"
+            f"{self._label} {step:4d}/{self._total}   reward {reward:>6}   mean |d log p| {mismatch:>8}   "
+            f"{elapsed_s:5.0f} s"
         )
 
 

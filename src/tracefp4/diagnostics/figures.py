@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# rollout / trainer
 ARM_LABELS: Mapping[str, str] = {
-    "bf16": "BF16 rollout, BF16 trainer",
-    "qat": "FP4 rollout, nearest rounding (QAT)",
-    "guided": "FP4 rollout, guided rounding",
-    "fp4_bf16": "FP4 rollout, BF16 trainer",
+    "bf16": "BF16 / BF16",
+    "qat": "FP4 / FP4 nearest (QAT)",
+    "guided": "FP4 / FP4 guided",
+    "fp4_bf16": "FP4 / BF16",
     "run": "this run",
 }
 _COLOURS = {"bf16": "#5f6b7a", "qat": "#d55e00", "guided": "#0072b2", "fp4_bf16": "#cc79a7", "run": "#0072b2"}
@@ -30,7 +31,6 @@ _STYLE = {
     "axes.grid": True,
     "grid.color": "#e6e9ee",
     "axes.axisbelow": True,
-    "legend.frameon": False,
     "svg.hashsalt": "tracefp4",
 }
 
@@ -97,7 +97,7 @@ def curves(series: Mapping[str, Sequence[float]], *, ylabel: str, is_log: bool =
     if is_log:
         axes.set_yscale("log")
     if axes.get_lines():
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     return figure
 
 
@@ -128,7 +128,7 @@ def code_mismatch(rows: Sequence[Mapping[str, Any]]) -> "Figure":
         axes.set_xlabel("layer")
         axes.xaxis.get_major_locator().set_params(integer=True)
     panels[0].set_ylabel("share of codes that differ")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     return figure
 
 
@@ -143,7 +143,7 @@ def accuracy_bars(arms: Mapping[str, Mapping[str, Any]]) -> "Figure":
         errors = [float(arms[name][f"accuracy_{when}_se"]) for name in names]
         colours = [_COLOURS.get(name, "#0072b2") for name in names]
         bars = axes.bar(
-            places, heights, width * 0.94, yerr=errors, color=colours, alpha=alpha, capsize=4,
+            places, heights, width * 0.94, yerr=errors, color=colours, alpha=alpha, capsize=4, zorder=3,
             error_kw={"elinewidth": 1.2, "ecolor": "#1f2937"},
         )  # fmt: skip
         axes.bar_label(bars, labels=[f"{height:.1%}\n{when}" for height in heights], padding=3, fontsize=9)
@@ -151,7 +151,8 @@ def accuracy_bars(arms: Mapping[str, Mapping[str, Any]]) -> "Figure":
         (float(arms[name][f"accuracy_{when}"]) for name in names for when in ("before", "after")), default=1.0
     )
     axes.set_ylim(0, max(tallest, 0.05) * 1.35)
-    axes.set_xticks(range(len(names)), [label_of(name).replace(", ", ",\n") for name in names])
+    axes.set_xticks(range(len(names)), [label_of(name) for name in names])
     axes.set_ylabel("held-out accuracy")
     axes.grid(axis="x", visible=False)
+    axes.set_axisbelow(True)
     return figure

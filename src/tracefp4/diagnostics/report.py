@@ -154,12 +154,16 @@ def _arms_table(arms: Mapping[str, Mapping[str, Any]]) -> Table:
                 number(arm.get("bytes_per_token")),
             )
         )
-    header = ("arm", "accuracy before", "after", "gain", "rollout tokens/s", "guidance bytes/token")
+    header = ("rollout / trainer", "before", "after", "gain", "tokens/s", "bytes/token")
     caption = (
-        "Accuracy on held-out problems, answers decoded greedily and rounded to nearest, as a deployed model would be; "
-        "+- is one standard error, and SE in the gain is that of the difference."
+        "One row per arm: what the rollout computes in, then what the trainer computes in. Accuracy on "
+        "held-out problems, answers decoded greedily and rounded to nearest, as a deployed model would "
+        "be; +- is one standard error, SE in the gain is that of the difference; bytes/token is what a "
+        "record of the rollout's decisions weighs."
     )
-    return Table(title="What each arm learnt", header=header, rows=tuple(rows), caption=caption)
+    return Table(
+        title="What each arm learnt: held-out accuracy", header=header, rows=tuple(rows), caption=caption
+    )
 
 
 def _gain(arm: Mapping[str, Any]) -> tuple[float, float]:
@@ -191,12 +195,12 @@ def _rescore_table(rows: Mapping[str, Mapping[str, Any]], when: str) -> Table:
         cells.append((label_of(name), *measured, ratio))
     return Table(
         title=f"The same tokens scored again by each trainer, {when} checkpoint",
-        header=("rollout and trainer", "mean |d log p|", "p99", "max", "k3", "mean, relative to BF16"),
+        header=("rollout / trainer", "mean |d log p|", "p99", "max", "k3", "of BF16"),
         rows=tuple(cells),
         caption=(
-            "d log p is the trainer's log-probability of a sampled token minus the rollout's. Tokens, weights and "
-            "expert choices are the same in every row, so only rounding differs. Lower is better; the BF16 row is "
-            "the difference that everyone accepts today."
+            "d log p is the trainer's log-probability of a sampled token minus the rollout's. Tokens, "
+            "weights and expert choices are the same in every row, so only rounding differs. Lower is "
+            "better; the BF16 row is the difference that everyone accepts today."
         ),
     )
 
@@ -223,7 +227,8 @@ def _demo_page(result: Mapping[str, Any]) -> str:
             "Held-out accuracy before and after training; the thin lines are one standard error each way."
         )
         parts.append(_section("Accuracy", to_svg(accuracy_bars(measured)), caption))
-    footer = f"Hardware: {_flat(result.get('hardware', 'not recorded'))}. Versions: {_flat(result.get('versions', 'not recorded'))}."
+    hardware, versions = (_flat(result.get(key, "not recorded")) for key in ("hardware", "versions"))
+    footer = f"Hardware: {hardware}. Versions: {versions}."
     return _page("FP4 rollouts with guided rounding", parts, footer)
 
 
@@ -231,14 +236,15 @@ def _headline(result: Mapping[str, Any]) -> str:
     rows = result.get("rescore", {}).get("last") or result.get("rescore", {}).get("first") or {}
     means = {name: rows.get(name, {}).get("mean") for name in ("bf16", "qat", "guided")}
     text = (
-        "One small mixture of experts was trained three times from the same weights, prompts and seeds: with a BF16 "
-        "rollout, and with an FP4 rollout that the trainer follows by rounding to nearest (QAT) or by guided rounding."
+        "One small mixture of experts was trained three times from the same weights, prompts and seeds: "
+        "with a BF16 rollout, and with an FP4 rollout that the trainer follows by rounding to nearest "
+        "(QAT) or by guided rounding."
     )
     if all(isinstance(mean, int | float) and mean > 0 for mean in means.values()):
+        closer, floor = number(means["qat"] / means["guided"]), number(means["guided"] / means["bf16"])
         text += (
-            f" On the same tokens and weights, guided rounding brings the trainer {number(means['qat'] / means['guided'])} "
-            f"times closer to the rollout than nearest rounding, at {number(means['guided'] / means['bf16'])} times "
-            "the difference of the BF16 pair."
+            f" On the same tokens and weights, guided rounding brings the trainer {closer} times closer to "
+            f"the rollout than nearest rounding, at {floor} times the difference of the BF16 pair."
         )
     return text
 
@@ -289,19 +295,21 @@ def _plots(
 ) -> list[str]:
     parts = []
     if any(reward.values()):
-        caption = "Mean reward of the sampled completions. Faint: single steps; strong: running mean over five steps."
+        caption = "Mean reward of the sampled completions. Faint: single steps; strong: mean over five steps."
         parts.append(_section("Reward", to_svg(curves(reward, ylabel="mean reward")), caption))
     if any(mismatch.values()):
         figure = curves(mismatch, ylabel="mean |d log p|", is_log=True)
         caption = (
-            "How far the trainer's log-probabilities are from the rollout's on the tokens that were sampled, step by "
+            "How far the trainer's log-probabilities are from the rollout's on the tokens that were "
+            "sampled, step by "
             "step; logarithmic scale, lower is better."
         )
         parts.append(_section("Distance between trainer and rollout", to_svg(figure), caption))
     if agreement:
         caption = (
-            "Share of FP4 codes in which the trainer differs from the rollout, by layer: when it rounds to nearest on its "
-            "own, and after it has followed the recorded decisions; logarithmic scale, zeros lie on the floor."
+            "Share of FP4 codes in which the trainer differs from the rollout, by layer: when it rounds "
+            "to nearest on its own, and after it has followed the recorded decisions; logarithmic "
+            "scale, zeros lie on the floor."
         )
         parts.append(_section("Codes that differ, by layer", to_svg(code_mismatch(agreement)), caption))
     else:
@@ -326,13 +334,15 @@ def _html_table(table: Table) -> str:
     )
     caption = f'<p class="caption">{html.escape(table.caption)}</p>' if table.caption else ""
     header = f"<thead><tr>{head}</tr></thead>" if any(table.header) else ""
-    return f'<h2>{html.escape(table.title)}</h2>\n<div class="wide"><table>{header}<tbody>{body}</tbody></table></div>\n{caption}'
+    content = f'<div class="wide"><table>{header}<tbody>{body}</tbody></table></div>'
+    return f"<h2>{html.escape(table.title)}</h2>\n{content}\n{caption}"
 
 
 def _page(title: str, parts: Sequence[str], footer: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        ""
         f"<title>{html.escape(title)}</title><style>{_CSS}</style></head>\n<body><h1>{html.escape(title)}</h1>\n"
         + "\n".join(parts)
         + f"\n<footer>{html.escape(footer)}</footer></body></html>\n"

@@ -92,8 +92,8 @@ def check_block(sizes: Mapping[str, int], *, block: int = BLOCK_SIZE) -> None:
     for name, size in sizes.items():
         if size % block:
             raise ConfigError(
-                f"plan: FP4 needs {name} divisible by {block}; got {size}. Use a model with {name} a multiple "
-                f"of {block}, or exclude the modules in the plan."
+                f"plan: FP4 needs {name} divisible by {block}; got {size}. Use a model with {name} a "
+                f"multiple of {block}, or exclude the modules in the plan."
             )
 
 
@@ -147,7 +147,8 @@ def decisions_for(shape: ModelShape, rules: PlanRules) -> tuple[ModuleDecision, 
     chosen = {d.kind for d in decisions if d.is_quantized}
     if not chosen:
         raise ConfigError(
-            f"plan: FP4 was asked for and no module of {shape.name} was selected (exclude={list(rules.exclude)}, "
+            f"plan: FP4 was asked for and no module of {shape.name} was selected "
+            f"(exclude={list(rules.exclude)}, "
             f"last_layers_bf16={rules.last_layers_bf16} of {shape.layers} layers). "
             'Relax the rules, or say mode = "bf16".'
         )

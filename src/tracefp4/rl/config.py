@@ -43,10 +43,14 @@ class TaskConfig:
     """Seed of the prompt stream; the held-out items use another one derived from it."""
     reward: str = "task"
     """`task` (the task's own score), `math_verify`, or a dotted function `package.module:function`."""
+    eval_path: str = ""
+    """JSONL file of held-out items; needed to evaluate a JSONL task (a generated task has its own held-out seed)."""
+    answer_tag: str = "answer"
+    """The answer is the last <tag>...</tag> of a completion; empty: the whole completion is the answer."""
     reward_timeout_s: float = 10.0
     """Wall-clock limit of one reward call, in seconds."""
-    reward_on_error: Literal["zero", "skip", "raise"] = "zero"
-    """What a reward that raises or times out becomes: reward 0, a dropped sample, or the end of the run."""
+    reward_on_error: Literal["zero", "raise"] = "zero"
+    """What a reward that raises or times out becomes: reward 0 (counted), or the end of the run."""
 
     def __post_init__(self) -> None:
         _require(
@@ -68,12 +72,12 @@ class RolloutConfig:
     """Completions per prompt (R), the GRPO group."""
     max_tokens: int = 64
     """Longest completion, in tokens."""
-    temperature: float = 1.0
-    """Sampling temperature; above 0, because a greedy rollout has no importance weights."""
-    top_p: float = 1.0
-    """Nucleus mass; 1 keeps the whole vocabulary."""
-    top_k: int = 0
-    """Number of most likely tokens kept; 0 keeps all."""
+    temperature: float | None = None
+    """Sampling temperature, above 0; absent: the checkpoint's generation config decides (1 if it is silent)."""
+    top_p: float | None = None
+    """Nucleus mass; absent: from the checkpoint. Training refuses anything but 1."""
+    top_k: int | None = None
+    """Number of most likely tokens kept; absent: from the checkpoint. Training refuses anything but 0."""
     num_pages: int = 512
     """Pages of the KV pool, shared by all sequences."""
     page_size: int = 16
@@ -93,9 +97,12 @@ class RolloutConfig:
             "max_batch",
         ):
             _require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "1 or more")
-        _require(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
-        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
-        _require(self.top_k >= 0, "rollout.top_k", self.top_k, "0 (off) or more")
+        if self.temperature is not None:
+            _require(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
+        if self.top_p is not None:
+            _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
+        if self.top_k is not None:
+            _require(self.top_k >= 0, "rollout.top_k", self.top_k, "0 (off) or more")
         _require(
             self.max_tokens_per_step >= self.max_batch,
             "rollout.max_tokens_per_step",
@@ -124,6 +131,8 @@ class TrainConfig:
     """Most tokens, padding included, in one forward pass of the trainer."""
     optimizer_steps_per_rollout: int = 1
     """Optimizer steps that one rollout's samples are split over."""
+    rollout_ahead: int = 0
+    """Rollouts that are sampled ahead of training: 0 trains on fresh samples, n on samples n versions old."""
     max_version_diff: int = 3
     """Largest lag, in weight versions, of a sample that is still used; older ones are dropped and counted."""
     seed: int = 0
@@ -152,7 +161,7 @@ class LossConfig:
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
     """The ratio is clipped above at 1 + clip_high."""
-    aggregation: Literal["token_mean", "dr_grpo"] = "token_mean"
+    aggregation: Literal["token_mean", "sequence_mean", "dr_grpo"] = "token_mean"
     """`token_mean`: mean over all trained tokens; `dr_grpo`: sum over tokens divided by a constant."""
     advantage_std: bool = True
     """Divide the advantages of a group by its unbiased standard deviation + 1e-6."""

@@ -1,0 +1,224 @@
+"""Shapes against published sizes and against transformers itself; guidance bytes against the method's own table."""
+
+import json
+
+import pytest
+
+from tracefp4.errors import ConfigError
+from tracefp4.patching.budget import (
+    FP4_BYTES,
+    GIB,
+    card_bytes,
+    codec_bytes,
+    decisions_for,
+    guided_sites,
+    memory,
+    record_bytes,
+)
+from tracefp4.patching.catalogue import KNOWN_SHAPES, shape_by_name, shape_from_config
+from tracefp4.patching.rules import PlanRules
+from tracefp4.patching.shapes import modules, num_parameters
+
+# activations full, KV full, activations mantissa last half, w2-input values per token and layer
+BYTES_PER_TOKEN = {
+    "qwen3.5-35b-a3b": (46_080, 5_760, 7_680, 4_096),
+    "qwen3.5-122b-a10b": (82_944, 6_912, 13_824, 8_192),
+    "qwen3.8-flash-next": (69_120, 6_912, 11_520, 6_400),
+    "qwen3.8-2.4t-a95b": (423_936, 26_496, 70_656, 20_480),
+    "qwen3-30b-a3b": (55_296, 27_648, 9_216, 6_144),
+    "gpt-oss-20b": (38_880, 13_824, 6_480, 11_520),
+    "olmoe-1b-7b": (18_432, 36_864, 3_072, 8_192),
+}
+
+# Published totals in billions, and how far a shape may be from them.
+PARAMETERS = {
+    "qwen3-30b-a3b": (30.532, 0.001),
+    "qwen3-235b-a22b": (235.09, 0.01),
+    "gpt-oss-20b": (20.91, 0.01),
+    "gpt-oss-120b": (116.83, 0.01),
+    "olmoe-1b-7b": (6.92, 0.01),
+    "qwen3.5-35b-a3b": (34.7, 0.5),
+    "qwen3.5-122b-a10b": (122.1, 0.5),
+}
+
+
+def _record(name: str, **options):
+    shape = KNOWN_SHAPES[name]
+    rules = PlanRules(**options)
+    return record_bytes(shape, decisions_for(shape, rules), rules)
+
+
+@pytest.mark.parametrize("name", BYTES_PER_TOKEN)
+def test_bytes_per_token_are_the_methods_table(name):
+    full_x, full_kv, compact_x, w2_values = BYTES_PER_TOKEN[name]
+    full = _record(name, guidance="full", layers="all")
+    assert (full.activations, full.kv) == (full_x, full_kv)
+    assert _record(name, guidance="mantissa", layers="last_half").activations == compact_x
+    assert KNOWN_SHAPES[name].top_k * KNOWN_SHAPES[name].moe_inter == w2_values
+
+
+def test_35b_lines_are_separate_and_add_up():
+    compact = _record("qwen3.5-35b-a3b", guidance="mantissa", layers="last_half")
+    assert (compact.activations, compact.kv, compact.row_exponents, compact.routed_ids) == (7_680, 960, 20, 320)
+    assert compact.total == 7_680 + 960 + 20 + 320
+    everything = _record("qwen3.5-35b-a3b", guidance="mantissa", layers="all")
+    assert (everything.activations, everything.kv, everything.row_exponents) == (15_360, 1_920, 40)
+    assert _record("qwen3.5-35b-a3b", guidance="none").total == 0
+    assert _record("qwen3.5-35b-a3b", guidance="full", replay_routing=False).routed_ids == 0
+
+
+def test_more_than_256_experts_need_two_bytes_an_id():
+    assert _record("qwen3.8-2.4t-a95b", guidance="mantissa").routed_ids == 92 * 10 * 2
+
+
+def test_w2_site_has_one_row_per_chosen_expert():
+    only_w2 = _record("qwen3-30b-a3b", guidance="full", sites=("w2",))
+    assert only_w2.activations == 48 * 6_144 * 9 // 16
+    assert (only_w2.kv, only_w2.row_exponents) == (0, 48 * 8)
+
+
+def test_last_n_and_bf16_layers_reduce_the_record():
+    assert _record("qwen3-30b-a3b", guidance="mantissa", layers="last:2").activations == 2 * 2048 * 3 // 16
+    kept = _record("qwen3-30b-a3b", guidance="mantissa", layers="last:2", last_layers_bf16=1)
+    assert kept.activations == 2048 * 3 // 16
+    assert kept.kv == 2 * 512 * 3 // 16
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_counts_are_the_published_ones(name):
+    billions, tolerance = PARAMETERS[name]
+    assert abs(num_parameters(KNOWN_SHAPES[name]) / 1e9 - billions) < tolerance
+
+
+def test_qwen3_30b_counts_every_parameter():
+    assert num_parameters(KNOWN_SHAPES["qwen3-30b-a3b"]) == 30_532_122_624
+
+
+def test_memory_of_30b_against_published_sizes():
+    shape = KNOWN_SHAPES["qwen3-30b-a3b"]
+    found = memory(shape, decisions_for(shape, PlanRules()), context=4096, batch=1)
+    assert abs(found.weights_bf16 / GIB - 56.87) < 0.02
+    assert found.kv_bf16 == 4096 * 98_304 == 384 * 1024**2
+    assert found.kv_plan == found.kv_bf16 * FP4_BYTES / 2
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert found.weights_plan == int((found.parameters - experts) * 2 + experts * FP4_BYTES)
+    assert found.state == 0
+    assert found.trainer == 16 * found.parameters
+
+
+def test_delta_layers_have_state_and_no_cache():
+    shape = KNOWN_SHAPES["qwen3.5-35b-a3b"]
+    found = memory(shape, decisions_for(shape, PlanRules()), context=1000, batch=2)
+    assert found.kv_bf16 == 2 * 1000 * 20_480
+    assert found.state == 2 * 30 * (32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 3 * 2)
+
+
+def test_sliding_window_layers_stop_growing():
+    shape = KNOWN_SHAPES["gpt-oss-20b"]
+    decisions = decisions_for(shape, PlanRules())
+    short, long = (memory(shape, decisions, context=c, batch=1).kv_bf16 for c in (128, 1128))
+    assert long - short == 12 * 1000 * 2 * 512 * 2
+
+
+def test_cards():
+    assert card_bytes("H200") == 139 * GIB
+    assert card_bytes("48GB") == 48 * GIB
+    for wrong in ("h300", "GB", "-1GB", "0GB"):
+        with pytest.raises(ConfigError, match="known: h200"):
+            card_bytes(wrong)
+
+
+def test_decisions_name_module_layer_and_reason():
+    decisions = decisions_for(KNOWN_SHAPES["qwen3.5-35b-a3b"], PlanRules(last_layers_bf16=1))
+    by_name = {d.name: d for d in decisions}
+    assert by_name["model.layers.0.mlp.experts"].is_quantized
+    assert not by_name["model.layers.39.mlp.experts"].is_quantized
+    assert "last_layers_bf16" in by_name["model.layers.39.mlp.experts"].reason
+    assert not by_name["model.layers.0.mlp.gate"].is_quantized
+    assert sum(d.kind == "kv" and d.is_quantized for d in decisions) == 9
+    assert all(d.reason for d in decisions)
+
+
+def test_selecting_nothing_is_refused():
+    shape = KNOWN_SHAPES["olmoe-1b-7b"]
+    with pytest.raises(ConfigError, match="no module of OLMoE"):
+        decisions_for(shape, PlanRules(exclude=("model.layers.*",)))
+    rules = PlanRules(sites=("k",), exclude=("*.kv_cache",))
+    with pytest.raises(ConfigError, match="selects no site"):
+        guided_sites(shape, decisions_for(shape, rules), rules)
+
+
+def test_codec_bytes_refuses_a_width_off_the_block():
+    assert codec_bytes(16, "mantissa") == 3
+    assert codec_bytes(0, "full") == 0
+    with pytest.raises(ConfigError, match="divisible by 16; got 100"):
+        codec_bytes(100, "full")
+    with pytest.raises(ConfigError, match="unknown codec 'half'"):
+        codec_bytes(16, "half")
+
+
+def test_a_model_off_the_block_is_refused():
+    shape = shape_from_config(_tiny("qwen3_moe", head_dim=24), name="tiny")
+    with pytest.raises(ConfigError, match="head_dim divisible by 16; got 24"):
+        decisions_for(shape, PlanRules())
+    assert decisions_for(shape, PlanRules(exclude=("*.kv_cache",)))
+
+
+def test_shape_by_name_reads_files_and_explains_itself(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(_tiny("qwen3_moe")))
+    assert shape_by_name(str(tmp_path)) == shape_by_name(str(tmp_path / "config.json"))
+    assert shape_by_name("Qwen/Qwen3-30B-A3B").name == "Qwen3-30B-A3B"
+    with pytest.raises(ConfigError, match=r"Did you mean 'qwen3.5-35b-a3b'"):
+        shape_by_name("qwen3.5-35b")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not readable JSON"):
+        shape_by_name(str(tmp_path))
+    with pytest.raises(ConfigError, match="model_type 'llama'"):
+        shape_from_config({"model_type": "llama"}, name="x")
+    with pytest.raises(ConfigError, match="lacks 'hidden_size'"):
+        shape_from_config({"model_type": "olmoe"}, name="x")
+
+
+def _tiny(kind: str, **extra):
+    sizes = {
+        "model_type": kind, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16,
+        "num_key_value_heads": 2, "vocab_size": 96, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "num_experts": 8, "intermediate_size": 80,
+    }  # fmt: skip
+    return sizes | extra
+
+
+def _configs():
+    from transformers import GptOssConfig, OlmoeConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig
+
+    small = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "vocab_size": 96, "num_experts_per_tok": 2}  # fmt: skip
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+             "linear_value_head_dim": 16}  # fmt: skip
+    return {
+        "qwen3_moe": Qwen3MoeConfig(**small, head_dim=16, num_experts=8, moe_intermediate_size=32,
+                                    mlp_only_layers=[3], intermediate_size=80),
+        "qwen3_moe_tied": Qwen3MoeConfig(**small, head_dim=16, num_experts=8, moe_intermediate_size=32,
+                                         tie_word_embeddings=True),
+        "qwen3_5_moe": Qwen3_5MoeTextConfig(**small, **delta, head_dim=16, num_experts=8, moe_intermediate_size=32,
+                                            shared_expert_intermediate_size=48),
+        "gpt_oss": GptOssConfig(**small, head_dim=16, num_local_experts=8, intermediate_size=32),
+        "olmoe": OlmoeConfig(**small, num_experts=8, intermediate_size=32, eos_token_id=1),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_tied", "qwen3_5_moe", "gpt_oss", "olmoe"])
+def test_names_and_counts_are_those_of_transformers(family):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    config = _configs()[family]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_from_config(json.loads(json.dumps(config.to_dict(), default=str)), name=family)
+    assert num_parameters(shape) == sum(p.numel() for p in model.parameters())
+    counted: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        owner = name if name.endswith(("sinks", "A_log", "dt_bias")) else name.rpartition(".")[0]
+        counted[owner] = counted.get(owner, 0) + parameter.numel()
+    assert {m.name: m.num_parameters for m in modules(shape) if m.num_parameters} == counted
