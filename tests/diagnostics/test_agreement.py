@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tracefp4.diagnostics.agreement import (
     AgreementCounts,
     RoutingAgreement,
@@ -23,9 +24,15 @@ X0, X1, K1 = ("x", 0), ("x", 1), ("k", 1)
 
 def counters(scale=1):
     measured = SiteCounts(
-        values=64 * scale, positions=4, positions_guided=3 * scale, positions_missing=1 * scale,
-        values_changed=torch.tensor(4 * scale), values_compared=48 * scale,
-        mismatched_before=torch.tensor(12 * scale), mismatched_after=3 * scale, blocks_compared=3 * scale,
+        values=64 * scale,
+        positions=4,
+        positions_guided=3 * scale,
+        positions_missing=1 * scale,
+        values_changed=torch.tensor(4 * scale),
+        values_compared=48 * scale,
+        mismatched_before=torch.tensor(12 * scale),
+        mismatched_after=3 * scale,
+        blocks_compared=3 * scale,
         blocks_mismatched=1 * scale,
     )
     unmeasured = SiteCounts(values=32, positions=4, positions_guided=0, positions_missing=4, values_changed=0)

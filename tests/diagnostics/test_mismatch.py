@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+
 from tracefp4.diagnostics.mismatch import mismatch_by_lag, mismatch_metrics, summary_metrics, token_pair
 from tracefp4.errors import ConfigError, RecordError
 
-# probabilities: sequence 0 has p = (.5, .25), q = (.25, .5); sequence 1 has p = q = .5; masked entries hold NaN
+# sequence 0 has p = (.5, .25), q = (.25, .5); sequence 1 has p = q = .5; masked entries hold NaN
 LN2 = math.log(2.0)
 TRAIN = torch.tensor([[-LN2, -2 * LN2], [-LN2, math.nan]], dtype=torch.float64)
 ROLLOUT = torch.tensor([[-2 * LN2, -LN2], [-LN2, math.nan]], dtype=torch.float64)
@@ -74,8 +75,11 @@ def test_every_name_is_tested():
 
 
 def test_the_sign_of_d_is_train_minus_rollout():
-    found = mismatch_metrics(torch.tensor([[-1.0, -1.0]]), rollout_logprobs=torch.tensor([[-2.0, -2.0]]),
-                             mask=torch.ones(1, 2, dtype=torch.bool))
+    found = mismatch_metrics(
+        torch.tensor([[-1.0, -1.0]]),
+        rollout_logprobs=torch.tensor([[-2.0, -2.0]]),
+        mask=torch.ones(1, 2, dtype=torch.bool),
+    )
     assert found["mismatch/k1"] == -1.0
     assert found["rollout_corr/kl"] == -1.0
     assert found["rollout_corr/log_ppl_diff"] == -1.0
@@ -86,10 +90,16 @@ def test_the_sign_of_d_is_train_minus_rollout():
 
 def test_equal_sides_are_at_the_perfect_value_of_every_metric():
     found = metrics(rollout=TRAIN)
-    ones = {"token_mult_prob_error", "sampling_importance_ratio", "rollout_corr/ppl_ratio",
-            "training/rollout_actor_probs_pearson_corr"}
+    ones = {
+        "token_mult_prob_error",
+        "sampling_importance_ratio",
+        "rollout_corr/ppl_ratio",
+        "training/rollout_actor_probs_pearson_corr",
+    }
     for name, value in found.items():
-        if name not in {"mismatch/num_tokens"} and "ppl" not in name.replace("log_ppl_", "").replace("_ratio", ""):
+        if name not in {"mismatch/num_tokens"} and "ppl" not in name.replace("log_ppl_", "").replace(
+            "_ratio", ""
+        ):
             assert value == (1.0 if name in ones else 0.0), name
     assert found["rollout_corr/training_ppl"] == found["rollout_corr/rollout_ppl"]
 
@@ -108,9 +118,12 @@ def test_no_trained_token_reports_its_count_and_nothing_else():
 
 
 def test_a_huge_difference_stays_finite_where_the_frameworks_clamp():
-    pair = token_pair(torch.tensor([[0.0]]), rollout_logprobs=torch.tensor([[-1000.0]]), mask=torch.tensor([[True]]))
-    found = mismatch_metrics(torch.tensor([[0.0]]), rollout_logprobs=torch.tensor([[-1000.0]]),
-                             mask=torch.tensor([[True]]))
+    pair = token_pair(
+        torch.tensor([[0.0]]), rollout_logprobs=torch.tensor([[-1000.0]]), mask=torch.tensor([[True]])
+    )
+    found = mismatch_metrics(
+        torch.tensor([[0.0]]), rollout_logprobs=torch.tensor([[-1000.0]]), mask=torch.tensor([[True]])
+    )
     assert found["rollout_corr/chi2_token"] == pytest.approx(math.exp(40.0))
     assert found["sampling_importance_ratio"] == 0.0
     assert summary_metrics(pair)["mismatch/abs_max"] == 1000.0

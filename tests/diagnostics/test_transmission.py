@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from tracefp4.diagnostics.transmission import student_quantile, update_transmission
 from tracefp4.errors import ConfigError, RecordError
 
@@ -18,7 +19,9 @@ def regress(quantized, reference, mask=None, **options):
 
 def test_hand_worked_slope_noise_and_interval():
     # a = (1, 2 | 2), b = (1, 1 | 3): slope (1+2+6)/9 = 1; residuals (0, -1 | 1)
-    found = regress([[1.0, 1.0], [3.0, math.nan]], [[1.0, 2.0], [2.0, math.nan]], [[True, True], [True, False]])
+    found = regress(
+        [[1.0, 1.0], [3.0, math.nan]], [[1.0, 2.0], [2.0, math.nan]], [[True, True], [True, False]]
+    )
     assert found.slope == pytest.approx(1.0, abs=FLOAT64)
     assert found.signal_rms == pytest.approx(math.sqrt(3.0), abs=FLOAT64)
     assert found.noise_ratio == pytest.approx(math.sqrt(2 / 3) / math.sqrt(3.0), abs=FLOAT64)
@@ -32,7 +35,9 @@ def test_hand_worked_slope_noise_and_interval():
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0, -1.0])
 def test_an_exactly_scaled_change_has_that_slope_no_noise_and_no_width(share):
     change = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = update_transmission(share * change, reference_change=change, mask=torch.ones(4, 6, dtype=torch.bool))
+    found = update_transmission(
+        share * change, reference_change=change, mask=torch.ones(4, 6, dtype=torch.bool)
+    )
     assert found.slope == pytest.approx(share, abs=FLOAT64)
     assert found.noise_ratio == pytest.approx(0.0, abs=FLOAT64)
     assert found.high - found.low == pytest.approx(0.0, abs=FLOAT64)
@@ -70,8 +75,15 @@ def test_a_single_sequence_uses_its_tokens_and_a_single_token_has_no_interval():
 @pytest.mark.parametrize(
     ("degrees", "expected", "relative"),
     # two-sided 95% points of a printed t table
-    [(1, 12.7062, 1e-5), (2, 4.30265, 1e-5), (3, 3.18245, 2e-2), (5, 2.57058, 2e-3), (7, 2.36462, 1e-3),
-     (15, 2.13145, 1e-4), (1000, 1.96234, 1e-5)],
+    [
+        (1, 12.7062, 1e-5),
+        (2, 4.30265, 1e-5),
+        (3, 3.18245, 2e-2),
+        (5, 2.57058, 2e-3),
+        (7, 2.36462, 1e-3),
+        (15, 2.13145, 1e-4),
+        (1000, 1.96234, 1e-5),
+    ],
 )
 def test_student_quantiles_match_the_table(degrees, expected, relative):
     assert student_quantile(0.975, degrees=degrees) == pytest.approx(expected, rel=relative)

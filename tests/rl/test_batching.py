@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tracefp4.errors import ConfigError
 from tracefp4.rl.batching import (
     completion_mask,
@@ -24,9 +25,13 @@ FLOAT32_LOGPROB = 1e-6
 
 
 def sample(prompt, completion, **changes):
-    fields = {"trajectory": "t", "prompt_ids": prompt, "token_ids": completion,
-              "rollout_logprobs": [-0.25 * (index + 1) for index in range(len(completion))],
-              "weight_versions": [2] * len(completion)}
+    fields = {
+        "trajectory": "t",
+        "prompt_ids": prompt,
+        "token_ids": completion,
+        "rollout_logprobs": [-0.25 * (index + 1) for index in range(len(completion))],
+        "weight_versions": [2] * len(completion),
+    }
     return TrainingSample(**{**fields, **changes})
 
 
@@ -53,7 +58,9 @@ def test_left_padding_and_extra_columns_only_move_the_tokens():
     assert left.model_positions().min() == 0
     assert torch.equal(left.completion_mask, left.loss_mask)
     for name in ("input_ids", "positions", "loss_mask", "rollout_logprobs", "weight_versions"):
-        assert torch.equal(getattr(left, name)[left.attention_mask], getattr(right, name)[right.attention_mask]), name
+        assert torch.equal(
+            getattr(left, name)[left.attention_mask], getattr(right, name)[right.attention_mask]
+        ), name
 
 
 def test_masks_do_not_look_at_ids_when_padding_equals_a_stop_token():
@@ -105,7 +112,9 @@ def test_pad_6_left_padded_rows_are_scored_like_the_sample_alone():
 
     def score(batch):
         hidden = tokens(batch.input_ids) + places(batch.model_positions())
-        visible = batch.attention_mask[:, None, :] & torch.ones(hidden.shape[1], hidden.shape[1]).tril().bool()
+        visible = (
+            batch.attention_mask[:, None, :] & torch.ones(hidden.shape[1], hidden.shape[1]).tril().bool()
+        )
         hidden = torch.nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, attn_mask=visible)
         return token_logprobs(head(hidden), input_ids=batch.input_ids, mask=batch.loss_mask)[batch.loss_mask]
 
@@ -125,7 +134,9 @@ def test_lgp_1_the_temperature_divides_logits():
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan], ids=str)
 def test_lgp_1_temperature_zero_is_refused(temperature):
     with pytest.raises(ConfigError, match="temperature > 0"):
-        token_logprobs(torch.zeros(1, 2, 3), input_ids=torch.zeros(1, 2, dtype=torch.int64), temperature=temperature)
+        token_logprobs(
+            torch.zeros(1, 2, 3), input_ids=torch.zeros(1, 2, dtype=torch.int64), temperature=temperature
+        )
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
@@ -138,25 +149,33 @@ def test_token_log_probs_equal_log_softmax_in_chunks_of_any_size(chunk_tokens):
 
 
 def test_token_log_probs_agree_with_finite_differences():
-    logits = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    logits = torch.randn(
+        2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    ).requires_grad_()
     ids = torch.tensor([[0, 3, 4, 1], [2, 2, 0, 4]])
     mask = torch.tensor([[True, True, False, True], [False, False, True, True]])
     assert torch.autograd.gradcheck(
-        lambda z: token_logprobs(z, input_ids=ids, temperature=0.8, mask=mask, chunk_tokens=2), (logits,))
+        lambda z: token_logprobs(z, input_ids=ids, temperature=0.8, mask=mask, chunk_tokens=2), (logits,)
+    )
 
 
 def test_nan_logits_at_unread_positions_reach_neither_values_nor_gradients():
     logits = torch.zeros(1, 4, 3)
     logits[0, 0] = math.nan
     logits.requires_grad_()
-    found = token_logprobs(logits, input_ids=torch.zeros(1, 4, dtype=torch.int64),
-                           mask=torch.tensor([[False, False, True, True]]))
+    found = token_logprobs(
+        logits,
+        input_ids=torch.zeros(1, 4, dtype=torch.int64),
+        mask=torch.tensor([[False, False, True, True]]),
+    )
     found.sum().backward()
     assert torch.isfinite(found).all()
     assert torch.isfinite(logits.grad).all()
 
 
-@pytest.mark.parametrize(("dtype", "computed"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    ("dtype", "computed"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
+)
 def test_log_probs_are_computed_in_float32_or_better(dtype, computed):
     logits = torch.zeros(1, 2, 3, dtype=dtype, requires_grad=True)
     found = token_logprobs(logits, input_ids=torch.zeros(1, 2, dtype=torch.int64))

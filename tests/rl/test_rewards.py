@@ -1,5 +1,6 @@
 """Rewards: verifiers, the time limit, and a stated outcome for every failure."""
 
+import contextlib
 import math
 import signal
 import sys
@@ -9,17 +10,12 @@ import types
 
 import pytest
 from reasoning_gym.utils import extract_answer as reference_extract
+
 from tracefp4.errors import ConfigError, RecordError
-from tracefp4.rl.rewards import (
-    RewardConfig,
-    RewardTimeout,
-    Scorer,
-    call_with_timeout,
-    extract_answer,
-    outcome_metrics,
-    verify_math,
-)
+from tracefp4.rl.rewards import RewardConfig, Scorer, outcome_metrics
 from tracefp4.rl.tasks import ReasoningGymTasks, Task
+from tracefp4.rl.time_limit import RewardTimeout, call_with_timeout
+from tracefp4.rl.verifiers import extract_answer, verify_math
 
 # a timer of 0.2 s must end a loop well before this, on a loaded machine
 SOON_S = 2.0
@@ -37,10 +33,8 @@ def module():
 
     def stubborn(prompt, completion, answer):
         while True:
-            try:
+            with contextlib.suppress(Exception):
                 time.sleep(0.001)
-            except Exception:
-                pass
 
     made.spin, made.stubborn = spin, stubborn
     made.exact = lambda prompt, completion, answer: completion == answer
@@ -59,8 +53,16 @@ def scorer(module, name, **changes):
 
 @pytest.mark.parametrize(
     "text",
-    ["<answer>4</answer>", "<answer> 4\n</answer>", "<answer>1</answer> no <answer>2\n3</answer>", "4", "<answer>4",
-     "<answer></answer>", "<ANSWER>4</ANSWER>", "<answer><answer>4</answer></answer>"],
+    [
+        "<answer>4</answer>",
+        "<answer> 4\n</answer>",
+        "<answer>1</answer> no <answer>2\n3</answer>",
+        "4",
+        "<answer>4",
+        "<answer></answer>",
+        "<ANSWER>4</ANSWER>",
+        "<answer><answer>4</answer></answer>",
+    ],
 )
 def test_answers_are_extracted_as_reasoning_gym_does(text):
     assert extract_answer(text) == reference_extract(text)
@@ -74,7 +76,11 @@ def test_reasoning_gym_scores_by_the_tasks_own_dataset():
     found = scoring.score(task, completion=task.answer)
     assert (found.value, found.outcome) == (0.0, "no_answer")
     assert outcome_metrics(scoring.counts) == {
-        "reward/scored": 2.0, "reward/no_answer": 1.0, "reward/timeout": 0.0, "reward/error": 0.0}
+        "reward/scored": 2.0,
+        "reward/no_answer": 1.0,
+        "reward/timeout": 0.0,
+        "reward/error": 0.0,
+    }
 
 
 def test_without_a_tag_the_whole_text_is_the_answer():
@@ -84,8 +90,16 @@ def test_without_a_tag_the_whole_text_is_the_answer():
 
 @pytest.mark.parametrize(
     ("gold", "answer", "value"),
-    [("42", "42", 1.0), ("42", "42.0", 1.0), ("42", "43", 0.0), (r"\frac{1}{2}", "0.5", 1.0), ("1/2", r"$\frac{1}{2}$", 1.0),
-     ("42", "so it is $42$", 1.0), ("42", "", 0.0), ("x^2+1", "1+x^2", 1.0)],
+    [
+        ("42", "42", 1.0),
+        ("42", "42.0", 1.0),
+        ("42", "43", 0.0),
+        (r"\frac{1}{2}", "0.5", 1.0),
+        ("1/2", r"$\frac{1}{2}$", 1.0),
+        ("42", "so it is $42$", 1.0),
+        ("42", "", 0.0),
+        ("x^2+1", "1+x^2", 1.0),
+    ],
 )
 def test_math_verify_compares_values_not_text(gold, answer, value):
     assert verify_math(answer, gold=gold) == value
@@ -94,7 +108,10 @@ def test_math_verify_compares_values_not_text(gold, answer, value):
 def test_math_verify_scores_the_tagged_answer_under_our_timer():
     scoring = Scorer(RewardConfig(verifier="math_verify"))
     assert scoring.score(TASK, completion="41 then <answer>42</answer>").value == 1.0
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0.0 or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL
+    assert (
+        signal.getitimer(signal.ITIMER_REAL)[0] == 0.0
+        or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL
+    )
 
 
 def test_a_dotted_function_gets_prompt_completion_and_answer(module):
@@ -114,7 +131,9 @@ def test_a_function_that_loops_is_stopped_and_counted(module, name):
     assert scoring.counts["timeout"] == 1
 
 
-@pytest.mark.parametrize(("name", "detail"), [("fails", "ZeroDivisionError"), ("nothing", "None"), ("nan", "nan")])
+@pytest.mark.parametrize(
+    ("name", "detail"), [("fails", "ZeroDivisionError"), ("nothing", "None"), ("nan", "nan")]
+)
 def test_a_function_that_fails_scores_zero_and_is_counted_or_stops_the_run(module, name, detail):
     scoring = scorer(module, name)
     found = scoring.score(TASK, completion="")
@@ -168,8 +187,15 @@ def test_paths_that_name_no_function_are_refused(path):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"verifier": "llm"}, {"verifier": "function"}, {"function": "a:b"}, {"on_error": "skip"}, {"timeout_s": 0.0},
-     {"timeout_s": math.inf}],
+    [
+        {"verifier": "llm"},
+        {"verifier": "function"},
+        {"function": "a:b"},
+        {"on_error": "skip"},
+        {"isolation": "thread"},
+        {"timeout_s": 0.0},
+        {"timeout_s": math.inf},
+    ],
     ids=str,
 )
 def test_configs_outside_their_range_are_refused(fields):
@@ -181,3 +207,67 @@ def test_an_unparsable_gold_answer_is_an_error_not_a_zero():
     scoring = Scorer(RewardConfig(verifier="math_verify"))
     found = scoring.score(Task(source="f", index=0, prompt="q", answer=""), completion="<answer>4</answer>")
     assert found.outcome == "error"
+
+
+WORKER_FUNCTIONS = """
+import sys
+
+def length(prompt, completion, answer):
+    return len(completion)
+
+def in_c(prompt, completion, answer):
+    return sum(range(10**13))  # one call into C that never looks at signals
+
+def stubborn(prompt, completion, answer):
+    while True:
+        try:
+            in_c(prompt, completion, answer)
+        except BaseException:
+            pass
+
+def fails(prompt, completion, answer):
+    raise KeyError("k")
+
+def leaves(prompt, completion, answer):
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "value"),
+    [
+        # each starts a Python with torch; one stands for all in the fast set
+        ("stubborn", "timeout", 0.0),
+        pytest.param("length", "scored", 2.0, marks=pytest.mark.slow),
+        pytest.param("in_c", "timeout", 0.0, marks=pytest.mark.slow),
+        pytest.param("fails", "error", 0.0, marks=pytest.mark.slow),
+        pytest.param("leaves", "error", 0.0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_process_ends_what_a_timer_cannot(tmp_path, monkeypatch, name, outcome, value):
+    (tmp_path / "worker_functions_for_test.py").write_text(WORKER_FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = f"worker_functions_for_test:{name}"
+    scoring = Scorer(RewardConfig(verifier="function", function=path, timeout_s=0.5, isolation="process"))
+    try:
+        found = scoring.score(TASK, completion="ab")
+        assert (found.outcome, found.value) == (outcome, value), found.detail
+        if name == "length":
+            start = time.monotonic()
+            assert scoring.score(TASK, completion="abc").value == 3.0
+            assert time.monotonic() - start < SOON_S
+    finally:
+        scoring.close()
+
+
+@pytest.mark.slow
+def test_a_worker_process_scores_reasoning_gym_tasks_and_reports_unknown_datasets():
+    task = ReasoningGymTasks("chain_sum", seed=1).item(0)
+    scoring = Scorer(RewardConfig(isolation="process"))
+    try:
+        assert scoring.score(task, completion=f"<answer>{task.answer}</answer>").value == 1.0
+        with pytest.raises(ConfigError, match="Unknown reasoning-gym dataset"):
+            scoring.score(TASK, completion="<answer>1</answer>")
+        assert scoring.score(task, completion=f"<answer>{task.answer}</answer>").value == 1.0
+    finally:
+        scoring.close()

@@ -1,28 +1,25 @@
-"""Training samples: one length for every per-token array, cuts that take everything along, refused log-probs."""
+"""Training samples: one length for all per-token arrays, cuts that take all along, refused log-probs."""
 
 import math
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
+import torch
+
 from tracefp4.errors import ConfigError, RecordError
+from tracefp4.guidance.record import Record, RecordIdentity
 from tracefp4.rl.samples import TrainingSample, check_logprobs, sampled_logprob
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Stands for a guidance record: rows start .. start + length - 1, named by their position."""
-
-    length: int
-    start: int = 0
-    trajectory: str = "a"
-
-    @property
-    def identity(self):
-        return SimpleNamespace(trajectory=self.trajectory)
-
-    def truncate(self, num_tokens):
-        return replace(self, length=min(self.length, num_tokens))
+def rows(length, *, start=0, trajectory="a"):
+    """A guidance record of `length` positions; the version of position p is p, so rows can be told apart."""
+    identity = RecordIdentity(
+        trajectory=trajectory,
+        weight_versions=torch.arange(start, start + length, dtype=torch.int32),
+        scheme_digest="s",
+        plan_digest="p",
+    )
+    valid = torch.ones(length, dtype=torch.bool)
+    return Record(identity=identity, start=start, length=length, sites={}, routed=None, valid=valid)
 
 
 def sample(prompt=5, completion=6, **changes):
@@ -37,30 +34,32 @@ def sample(prompt=5, completion=6, **changes):
 
 
 def test_aln_1_a_record_has_one_row_less_than_tokens():
-    good = sample(2, 3, record=Rows(4))
+    good = sample(2, 3, record=rows(4))
     assert good.input_ids == (10, 11, 20, 21, 22)
     for wrong in (3, 5):
         with pytest.raises(RecordError, match=r"allowed is 0 \.\. 3"):
-            sample(2, 3, record=Rows(wrong))
+            sample(2, 3, record=rows(wrong))
 
 
 def test_aln_3_a_cut_takes_tokens_log_probs_and_record_together():
-    whole = sample(record=Rows(10))
+    whole = sample(record=rows(10))
     eight = whole.truncate(8)
     assert eight.num_tokens == 8
     assert eight.token_ids == (20, 21, 22)
     assert eight.rollout_logprobs == whole.rollout_logprobs[:3]
     assert eight.weight_versions == (3, 3, 3)
-    assert eight.record.length == 8
+    assert eight.record.versions().tolist() == list(range(8))
     assert eight.is_truncated and eight.finish_reason == "length"
     four = whole.truncate(4)
     assert four.input_ids == (10, 11, 12, 13)
-    assert four.token_ids == () and four.record.length == 4
+    assert four.token_ids == () and four.record.versions().tolist() == [0, 1, 2, 3]
     assert whole.truncate(11) is whole
     assert eight.truncate(7).record.length == 7
 
 
-@pytest.mark.parametrize(("field", "values"), [("rollout_logprobs", (-0.1,) * 5), ("weight_versions", (3,) * 7)])
+@pytest.mark.parametrize(
+    ("field", "values"), [("rollout_logprobs", (-0.1,) * 5), ("weight_versions", (3,) * 7)]
+)
 def test_aln_3_arrays_of_another_length_are_refused(field, values):
     with pytest.raises(RecordError, match=f"{len(values)} {field} for 6 completion"):
         sample(**{field: values})
@@ -76,9 +75,9 @@ def test_aln_5_training_sees_the_sampled_ids():
 
 @pytest.mark.parametrize("bad", [None, math.nan, -math.inf, math.inf, 1.0], ids=str)
 def test_lgp_4_a_log_prob_that_no_softmax_gives_is_refused_with_its_position(bad):
-    with pytest.raises(RecordError, match="'a' has rollout log-prob .* at completion position 1"):
+    with pytest.raises(RecordError, match=r"'a' has rollout log-prob .* at completion position 1"):
         sample(1, 4, rollout_logprobs=[-0.5, bad, -0.2, -1.0])
-    with pytest.raises(RecordError, match="'b' has .* position 0"):
+    with pytest.raises(RecordError, match=r"'b' has .* position 0"):
         check_logprobs([bad], sample="b")
 
 
@@ -91,13 +90,13 @@ def test_lgp_3_the_sampled_token_is_found_by_id():
 
 def test_records_of_another_trajectory_or_start_are_refused():
     with pytest.raises(RecordError, match="trajectory 'b'"):
-        sample(record=Rows(10, trajectory="b"))
+        sample(record=rows(10, trajectory="b"))
     with pytest.raises(RecordError, match=r"rows 1 \.\. 10"):
-        sample(record=Rows(10, start=1))
+        sample(record=rows(10, start=1))
 
 
 def test_an_engine_that_hit_its_limit_has_no_row_for_the_last_token():
-    found = sample(record=Rows(10), is_truncated=True, finish_reason="length")
+    found = sample(record=rows(10), is_truncated=True, finish_reason="length")
     assert found.record.length == 10
 
 
@@ -108,8 +107,12 @@ def test_version_lag_is_that_of_the_oldest_token():
 
 @pytest.mark.parametrize(
     ("fields", "error"),
-    [({"prompt_ids": ()}, ConfigError), ({"finish_reason": "eos"}, ConfigError), ({"reward": math.nan}, RecordError),
-     ({"advantage": math.inf}, RecordError)],
+    [
+        ({"prompt_ids": ()}, ConfigError),
+        ({"finish_reason": "eos"}, ConfigError),
+        ({"reward": math.nan}, RecordError),
+        ({"advantage": math.inf}, RecordError),
+    ],
     ids=["prompt", "reason", "reward", "advantage"],
 )
 def test_other_fields_outside_their_range_are_refused(fields, error):

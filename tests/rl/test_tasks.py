@@ -4,6 +4,7 @@ import json
 
 import pytest
 from reasoning_gym import create_dataset as create_reference
+
 from tracefp4.errors import ConfigError
 from tracefp4.rl.tasks import (
     HELD_OUT_OFFSET,
@@ -49,7 +50,10 @@ def test_items_go_on_beyond_the_datasets_nominal_size():
 def test_the_held_out_split_moves_the_seed_and_training_cannot_reach_it():
     source = ReasoningGymTasks("chain_sum", seed=5, config=OPTIONS)
     held_out = source.held_out()
-    assert held_out.item(0).prompt == create_reference("chain_sum", seed=5 + HELD_OUT_OFFSET, **OPTIONS)[0]["question"]
+    assert (
+        held_out.item(0).prompt
+        == create_reference("chain_sum", seed=5 + HELD_OUT_OFFSET, **OPTIONS)[0]["question"]
+    )
     assert held_out.digest != source.digest
     with pytest.raises(ConfigError, match="held-out"):
         source.item(HELD_OUT_OFFSET)
@@ -66,7 +70,7 @@ def test_shared_prompts_are_counted():
 def test_unknown_datasets_and_options_are_refused_with_what_is_known():
     with pytest.raises(ConfigError, match="'chain_sum'"):
         ReasoningGymTasks("chainsum", seed=0)
-    with pytest.raises(ConfigError, match="Allowed are .*min_terms"):
+    with pytest.raises(ConfigError, match=r"Allowed are .*min_terms"):
         ReasoningGymTasks("chain_sum", seed=0, config={"terms": 2})
     with pytest.raises(ConfigError, match="refuses its options"):
         ReasoningGymTasks("chain_sum", seed=0, config={"min_terms": 5, "max_terms": 2})
@@ -97,7 +101,10 @@ def test_jsonl_shuffling_is_a_new_permutation_each_epoch_and_repeatable(task_fil
     epochs = [prompts[start : start + 5] for start in range(0, 20, 5)]
     assert all(sorted(epoch) == ["q0", "q1", "q2", "q3", "q4"] for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
-    assert [JsonlTasks(task_file, shuffle_seed=3).item(index).prompt for index in (17, 2)] == [prompts[17], prompts[2]]
+    assert [JsonlTasks(task_file, shuffle_seed=3).item(index).prompt for index in (17, 2)] == [
+        prompts[17],
+        prompts[2],
+    ]
 
 
 def test_a_resumed_stream_continues_with_the_next_item(task_file):
@@ -115,9 +122,13 @@ def test_a_resumed_stream_continues_with_the_next_item(task_file):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", "is not JSON"), ("[1]", "JSON list"), ('{"answer": "1"}', "exactly one of"),
-        ('{"prompt": "q", "messages": [], "answer": "1"}', "exactly one of"), ('{"prompt": "q"}', "answer None"),
-        ('{"prompt": 3, "answer": "1"}', "type int"), ('{"messages": [], "answer": "1"}', "malformed messages"),
+        ("{", "is not JSON"),
+        ("[1]", "JSON list"),
+        ('{"answer": "1"}', "exactly one of"),
+        ('{"prompt": "q", "messages": [], "answer": "1"}', "exactly one of"),
+        ('{"prompt": "q"}', "answer None"),
+        ('{"prompt": 3, "answer": "1"}', "type int"),
+        ('{"messages": [], "answer": "1"}', "malformed messages"),
         ('{"messages": [{"role": "user"}], "answer": "1"}', "malformed messages"),
         ('{"prompt": "q", "answer": null}', "answer None"),
     ],
@@ -154,9 +165,14 @@ def test_chat_prompts_are_rendered_once_without_further_special_tokens():
     task = Task(source="s", index=0, prompt="2+2=")
     found = encode_prompt(task, tokenizer=letters, system_prompt="Add", uses_chat_template=True)
     assert text_of(found) == "<system>Add<user>2+2=<assistant>"
-    turns = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}, {"role": "user", "content": "q"})
-    assert text_of(encode_prompt(Task(source="s", index=0, prompt="q", messages=turns), tokenizer=letters)) == (
-        "<user>hi<assistant>yo<user>q<assistant>")
+    turns = (
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yo"},
+        {"role": "user", "content": "q"},
+    )
+    assert text_of(
+        encode_prompt(Task(source="s", index=0, prompt="q", messages=turns), tokenizer=letters)
+    ) == ("<user>hi<assistant>yo<user>q<assistant>")
 
 
 def test_messages_without_a_template_and_empty_prompts_are_refused():

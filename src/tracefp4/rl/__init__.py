@@ -4,9 +4,10 @@ trainer."""
 from tracefp4.rl.advantages import AdvantageConfig, Advantages, group_advantages
 from tracefp4.rl.batching import Batch, completion_mask, micro_batches, pad, restore_order, token_logprobs
 from tracefp4.rl.losses import LossConfig, LossData, LossOutput, grpo_loss, loss_denominator, merge_metrics
-from tracefp4.rl.rewards import Reward, RewardConfig, Scorer, extract_answer
+from tracefp4.rl.rewards import Reward, RewardConfig, Scorer
 from tracefp4.rl.samples import TrainingSample
 from tracefp4.rl.tasks import JsonlTasks, ReasoningGymTasks, Task, TaskStream, encode_prompt
+from tracefp4.rl.verifiers import extract_answer
 
 __all__ = [
     "AdvantageConfig",

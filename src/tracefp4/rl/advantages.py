@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
 from tracefp4.errors import ConfigError, RecordError
 
 NORMALIZATIONS = ("std", "none")

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
 from tracefp4.errors import ConfigError, RecordError
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
