@@ -131,7 +131,7 @@ def test_recode_all_equals_recoding_one_by_one():
 
 
 def test_bytes_per_token_are_the_published_ones():
-    """Hidden 2048, 40 layers: full 46,080 bytes a token; one bit 15,360 for all layers, 7,680 for half of them."""
+    """Hidden 2048, 40 layers: full 46,080 bytes a token, one bit 15,360."""
     full, lean = codec_by_name("full"), codec_by_name("mantissa")
     assert (full.bits_per_value, lean.bits_per_value) == (4.5, 1.5)
     assert full.bits_per_value * 2048 * 40 / 8 == 46_080

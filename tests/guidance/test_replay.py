@@ -2,6 +2,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.guidance.sample_records import (
     K0,
     NUM_EXPERTS,
@@ -16,8 +18,10 @@ from tests.guidance.sample_records import (
 )
 
 from tracefp4.errors import ConfigError, RecordError
+from tracefp4.formats.scheme import NVFP4_ROW_POW2
 from tracefp4.guidance import ReplayBatch, codec_by_name, record_from_bytes, record_to_bytes, route_site
 from tracefp4.guidance.session import replay
+from tracefp4.ops.guided_quantize import guided_quantize
 
 LENGTHS = (10, 6, 8)
 
@@ -163,6 +167,40 @@ def test_pad_6_left_padding_by_three_leaves_every_decision_where_it_was():
         assert torch.equal(second.valid[3:], first.valid)
         assert torch.equal(second.codes[3:9], first.codes[:6])
         assert torch.equal(second.block_scales[3:9], first.block_scales[:6])
+
+
+@pytest.mark.parametrize(
+    "parts", [([0, 1, 6, 7], [2, 3, 4, 5]), ([0, 1, 2, 3], [4, 5, 6, 7])], ids=["zigzag", "contiguous"]
+)
+def test_pad_5_records_follow_whatever_split_the_positions_follow(parts):
+    record = recorded(length=8)
+    whole = ReplayBatch(positions=torch.arange(8)[None], records=[record]).guide(X0)
+    for part in parts:
+        own = ReplayBatch(positions=torch.tensor([part]), records=[record]).guide(X0)
+        assert torch.equal(own.codes, whole.codes[part])
+        assert torch.equal(own.block_scales, whole.block_scales[part])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    noise=st.floats(0, 0.2),
+    trajectory=st.integers(0, 20),
+    decoder=st.sampled_from(["bracket", "nearest_cell"]),
+)
+def test_a_recoded_record_guides_as_bits_taken_directly(noise, trajectory, decoder):
+    record = recorded(trajectory, length=5, sites=(X0,), routed_layers=())
+    x = activations(trajectory, range(5))
+    x = x + noise * torch.randn(x.shape, generator=torch.Generator().manual_seed(trajectory))
+    full = ReplayBatch(positions=torch.arange(5)[None], records=[record]).guide(X0)
+    direct = guided_quantize(
+        x, scheme=NVFP4_ROW_POW2, guide=replace(full, codes=None, bits=full.codes & 1, decoder=decoder)
+    )
+    recoded = record_from_bytes(record_to_bytes(record.recode("mantissa")))
+    with replay(ReplayBatch(positions=torch.arange(5)[None], records=[recoded], decoder=decoder)):
+        found = round_at(X0, x)
+    assert torch.equal(found.values, direct.values)
+    assert torch.equal(found.codes, direct.codes)
+    assert int(found.nearest_changed) == int(direct.nearest_changed)
 
 
 def test_down_projection_rows_belong_to_token_and_slot():

@@ -73,7 +73,7 @@ def test_pad_1_a_real_position_without_a_record_is_routed_live():
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (8, 8), (6, 4), (5, 3)])
 def test_spread_ids_are_distinct_in_range_and_even(num_experts, top_k):
-    ids = spread_ids(40, num_experts=num_experts, top_k=top_k)
+    ids = spread_ids(torch.arange(40), num_experts=num_experts, top_k=top_k)
     assert all(len(set(row)) == top_k for row in ids.tolist())
     counts = ids.reshape(-1).bincount(minlength=num_experts)
     assert counts.shape[0] == num_experts

@@ -53,9 +53,13 @@ class _SiteSteps:
     """What one site saw, step by step."""
 
     codes: list[Tensor] = field(default_factory=list)
+    """uint8 [rows, K], unpacked, per step."""
     block_scales: list[Tensor] = field(default_factory=list)
+    """uint8 [rows, K/16], per step."""
     exponent: list[Tensor] = field(default_factory=list)
+    """int8 [rows], or 0-dim for a static scheme, per step."""
     rows_per_token: int = 1
+    """Rows of one token, the same in every step."""
 
 
 class StepLog:

@@ -130,7 +130,9 @@ class _Arrays:
     """Arrays read one after another, in the order in which they were written."""
 
     buffer: Tensor
+    """uint8, all arrays end to end."""
     offset: int = 0
+    """First byte not yet read."""
 
     def take(self, layout: list[Any] | None) -> Tensor | None:
         if layout is None:

@@ -26,6 +26,8 @@ class GatheredSite:
     """Payload, block scales and exponents, one row per batch row; on the device of the positions."""
     valid: Tensor
     """bool [N]."""
+    num_places: int
+    """Places that are valid, counted before anything moves to a device."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -42,8 +44,14 @@ class GatheredRouting:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class _Index:
+    """Where every place finds its row."""
+
     rows: Tensor
+    """int64 [places], row in the concatenation of the records; 0 where not valid."""
     valid: Tensor
+    """bool [places]."""
+    num_valid: int
+    """Places that are valid."""
 
 
 class RecordRows:
@@ -107,7 +115,7 @@ class RecordRows:
             rows_per_token=first.rows_per_token,
             static_exponent=first.static_exponent,
         )
-        return GatheredSite(part=part, valid=valid.to(self._device))
+        return GatheredSite(part=part, valid=valid.to(self._device), num_places=index.num_valid)
 
     def _gather_routing(self) -> GatheredRouting | None:
         index = self._index(lambda record: record.routed is not None)
@@ -136,7 +144,7 @@ class RecordRows:
         if present not in self._indices:
             self._indices[present] = self._locate(present)
         index = self._indices[present]
-        return index if bool(index.valid.any()) else None
+        return index if index.num_valid else None
 
     def _locate(self, present: tuple[bool, ...]) -> _Index:
         starts, lengths, offsets, flags = [], [], [], []
@@ -151,13 +159,14 @@ class RecordRows:
                 flags.append(record.valid)
         if total == 0:
             empty = torch.zeros_like(self._positions)
-            return _Index(rows=empty, valid=empty.bool())
+            return _Index(rows=empty, valid=empty.bool(), num_valid=0)
         owners = self._owners.clamp(min=0)
         relative = self._positions - torch.tensor(starts)[owners]
         inside = (self._positions >= 0) & (self._owners >= 0)
         inside &= (relative >= 0) & (relative < torch.tensor(lengths)[owners])
         rows = torch.where(inside, torch.tensor(offsets)[owners] + relative, 0)
-        return _Index(rows=rows, valid=inside & torch.cat(flags)[rows])
+        valid = inside & torch.cat(flags)[rows]
+        return _Index(rows=rows, valid=valid, num_valid=int(valid.sum()))
 
 
 def _routed(record: Record) -> Tensor:

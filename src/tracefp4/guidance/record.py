@@ -295,7 +295,8 @@ class Record:
 def has_impossible_experts(expert_ids: Tensor, *, num_experts: int) -> Tensor:
     """Rows that no router can have chosen: an id outside 0 .. num_experts-1, or one id twice.
 
-    Args: expert_ids integer [..., top_k]; num_experts up to the dtype's maximum plus one. Returns: bool [...].
+    Args: expert_ids integer [..., top_k]; num_experts at most the dtype's maximum plus one.
+    Returns: bool [...].
     """
     ordered = expert_ids.sort(dim=-1).values
     bad = (ordered[..., 0] < 0) | (ordered[..., -1] > num_experts - 1)

@@ -98,6 +98,11 @@ class ReplayBatch:
         found = self._rows.site(site)
         return None if found is None else found.part.static_exponent
 
+    def num_guided(self, site: Site) -> int:
+        """Positions with a decision to follow at one site; 0 where guide gives None."""
+        found = self._rows.site(site) if self._is_guided(site) else None
+        return 0 if found is None else found.num_places
+
     def reference(self, site: Site) -> Reference | None:
         """Full codes of one site to measure against; None when not measured there.
 

@@ -17,7 +17,7 @@ from tracefp4.guidance.counters import RoutingCounts, SiteCounts, compare
 from tracefp4.guidance.record import Site
 from tracefp4.guidance.replay import ReplayBatch
 from tracefp4.guidance.session import current
-from tracefp4.ops.guided_quantize import Guide, Rounded, guided_quantize
+from tracefp4.ops.guided_quantize import Rounded, guided_quantize
 
 
 def round_site(
@@ -47,8 +47,8 @@ def route_site(layer: int, logits: Tensor, *, top_k: int) -> Tensor:
     """Choose experts as the running session asks.
 
     Live: the top_k largest logits in descending order, the lowest id first among equals. Under replay a place
-    with a record takes the recorded ids in recorded order, and padding takes `spread_ids`, so it loads no
-    expert more than others; a real place without a record stays live.
+    with a record takes the recorded ids in recorded order, and padding takes `spread_ids` (whether routing is
+    replayed or not), so it loads no expert more than others; a real place without a record stays live.
 
     Args: layer: decoder layer. logits: [N, E]; under replay N = B*T. top_k: experts per token, 1 .. E.
     Returns: int64 [N, top_k], no gradient.
@@ -70,13 +70,14 @@ def route_site(layer: int, logits: Tensor, *, top_k: int) -> Tensor:
     return live
 
 
-def spread_ids(num_rows: int, *, num_experts: int, top_k: int) -> Tensor:
-    """Harmless experts for padding: row p, slot c takes (p * top_k + c) mod num_experts.
+def spread_ids(rows: Tensor, *, num_experts: int, top_k: int) -> Tensor:
+    """Harmless experts for padding: padding row p, slot c takes (p * top_k + c) mod num_experts.
 
-    Distinct within a row, in range, and each expert gets the same share up to one. Returns: int64 [num_rows,
-    top_k].
+    Distinct within a row, in range, and over rows 0 .. P-1 every expert gets the same share, up to one.
+
+    Args: rows: int64 [P], numbers of the padding rows. Returns: int64 [P, top_k].
     """
-    return (torch.arange(num_rows * top_k) % num_experts).reshape(num_rows, top_k)
+    return (rows[:, None] * top_k + torch.arange(top_k, device=rows.device)) % num_experts
 
 
 def _replayed(
@@ -102,7 +103,7 @@ def _replayed(
         nearest = rounded if guide is None else guided_quantize(x, scheme=scheme, exponent=exponent)
         measured = compare(rounded=rounded, nearest=nearest, reference=reference)
     rows_per_place = x.shape[0] // max(1, batch.num_places)
-    guided = _num_guided(guide, rows_per_place)
+    guided = batch.num_guided(site)
     batch.counters.sites[site] = SiteCounts(
         values=batch.num_real * rows_per_place * x.shape[1],
         positions=batch.num_real,
@@ -112,10 +113,6 @@ def _replayed(
         **measured,
     )
     return rounded
-
-
-def _num_guided(guide: Guide | None, rows_per_place: int) -> int:
-    return 0 if guide is None else int(guide.valid.sum()) // max(1, rows_per_place)
 
 
 def _check_static_exponent(site: Site, *, recorded: int | None, given: int | None) -> None:
@@ -136,19 +133,17 @@ def _rerouted(live: Tensor, *, layer: int, num_experts: int, batch: ReplayBatch)
             f"{batch.num_places} places and recorded ids of shape {shape}. Both must be equal. Build the "
             "ReplayBatch from this micro-batch's positions, with records of this model."
         )
-    if found is None:
-        batch.counters.routing[layer] = RoutingCounts(
-            positions=batch.num_real, positions_replayed=0, positions_changed=0
-        )
-        return live
-    recorded, valid = found
-    chosen = torch.where(valid[:, None], recorded, live)
-    differs = (chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(-1)
+    chosen, replayed, changed = live, live.new_zeros(()), live.new_zeros(())
+    if found is not None:
+        recorded, valid = found
+        chosen = torch.where(valid[:, None], recorded, live)
+        replayed = valid.sum()
+        changed = (chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(-1).sum()
     batch.counters.routing[layer] = RoutingCounts(
-        positions=batch.num_real, positions_replayed=valid.sum(), positions_changed=differs.sum()
+        positions=batch.num_real, positions_replayed=replayed, positions_changed=changed
     )
-    num_padding = batch.num_places - batch.num_real
-    if num_padding:
-        fill = spread_ids(num_padding, num_experts=num_experts, top_k=live.shape[1])
-        chosen[~batch.real] = fill.to(chosen.device)
-    return chosen
+    if batch.num_real == batch.num_places:
+        return chosen
+    padding_rows = (~batch.real).cumsum(0) - 1
+    fill = spread_ids(padding_rows, num_experts=num_experts, top_k=live.shape[1])
+    return torch.where(batch.real[:, None], chosen, fill)
