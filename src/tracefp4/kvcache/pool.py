@@ -16,7 +16,6 @@ from torch import Tensor
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import Arithmetic
 from tracefp4.formats.precision import LayerPrecision
-from tracefp4.formats.scheme import Scheme
 from tracefp4.formats.tensor import BlockTensor
 
 Pages = BlockTensor | Tensor
@@ -43,19 +42,12 @@ class CacheShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPages:
-    """Pages of one layer."""
+    """Pages of one layer; views of the pool's stores."""
 
     keys: Pages
     """K after RoPE."""
     values: Pages
     """V."""
-
-    def stores(self) -> list[Tensor]:
-        """Every tensor that holds bytes, frames in dimension 1."""
-        tensors: list[Tensor] = []
-        for pages in (self.keys, self.values):
-            tensors += [pages.packed, pages.block_scales] if isinstance(pages, BlockTensor) else [pages]
-        return tensors
 
 
 class KVPool:
@@ -64,28 +56,31 @@ class KVPool:
     Args:
         shape: sizes.
         precision: one entry per decoder layer; `kv` None stores bf16.
-        arithmetic: decides how unquantized K and V are stored: bf16 if values are bf16-rounded, else the compute dtype.
+        arithmetic: decides how unquantized K and V are stored: bf16 if values are bf16-rounded, else the
+            compute dtype.
 
     Raises: ConfigError if head_dim is not a multiple of the block size of a quantized layer.
     """
 
-    def __init__(self, shape: CacheShape, *, precision: Sequence[LayerPrecision], arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, shape: CacheShape, *, precision: Sequence[LayerPrecision], arithmetic: Arithmetic
+    ) -> None:
         self.shape = shape
         self.null_frame = shape.num_pages
         is_bf16 = arithmetic.emulates_bf16 or arithmetic.dtype == "bfloat16"
-        dtype: torch.dtype = torch.bfloat16 if is_bf16 else arithmetic.torch_dtype
-        self.layers = [
-            LayerPages(
-                keys=_new_pages(shape, layer.kv, layer.k_exponent, dtype),
-                values=_new_pages(shape, layer.kv, layer.v_exponent, dtype),
-            )
-            for layer in precision
-        ]
+        # One store per kind of bytes for all layers that have it, [layers, 2, C, F, S, width]: whole-page
+        # operations are then a few copies, however many layers there are.
+        num_fp4 = sum(layer.kv is not None for layer in precision)
+        self._packed = self._new_store(num_fp4, shape.head_dim // 2, torch.uint8)
+        self._block_scales = self._new_store(num_fp4, shape.head_dim // _block_size(shape, precision), torch.uint8)
+        dtype = torch.bfloat16 if is_bf16 else arithmetic.torch_dtype
+        self._plain = self._new_store(len(precision) - num_fp4, shape.head_dim, dtype)
+        self.layers = self._layer_pages(precision)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
-        return sum(store[:, 0].numel() * store.element_size() for store in self._stores())
+        """Bytes of one page over all layers, K and V."""
+        return sum(store[:, :, :, 0].numel() * store.element_size() for store in self._stores())
 
     @property
     def num_bytes(self) -> int:
@@ -93,41 +88,67 @@ class KVPool:
         return self.page_bytes * (self.shape.num_pages + 1)
 
     def clear(self, frame: int) -> None:
-        """Zero a frame: scale byte 0 reads back 0."""
-        for store in self._stores():
-            store[:, frame] = 0
+        """Make a frame read back as zeros (scale byte 0), so that nothing of its last page, NaN least of all, remains."""
+        for store in (self._block_scales, self._plain):
+            store[:, :, :, frame] = 0
 
     def copy(self, source: int, target: int) -> None:
         """Copy one frame's bytes to another frame, all layers."""
         for store in self._stores():
-            store[:, target] = store[:, source]
+            store[:, :, :, target] = store[:, :, :, source]
 
     def save(self, frame: int) -> list[Tensor]:
         """Return the frame's bytes in host memory, all layers."""
-        return [store[:, frame].to("cpu", copy=True) for store in self._stores()]
+        return [store[:, :, :, frame].to("cpu", copy=True) for store in self._stores()]
 
     def load(self, frame: int, saved: list[Tensor]) -> None:
         """Put back what `save` returned, bit for bit."""
         for store, part in zip(self._stores(), saved, strict=True):
-            store[:, frame] = part.to(store.device)
+            store[:, :, :, frame] = part.to(store.device)
 
     def _stores(self) -> list[Tensor]:
-        return [store for layer in self.layers for store in layer.stores()]
+        return [self._packed, self._block_scales, self._plain]
+
+    def _new_store(self, num_layers: int, width: int, dtype: torch.dtype) -> Tensor:
+        shape = self.shape
+        size = (num_layers, 2, shape.num_kv_heads, shape.num_pages + 1, shape.page_size, width)
+        return torch.zeros(size, dtype=dtype)
+
+    def _layer_pages(self, precision: Sequence[LayerPrecision]) -> list[LayerPages]:
+        """Views of the stores, layer by layer."""
+        pages = []
+        num_fp4 = num_plain = 0
+        for layer in precision:
+            if layer.kv is None:
+                keys, values = self._plain[num_plain]
+                pages.append(LayerPages(keys=keys, values=values))
+                num_plain += 1
+                continue
+            parts = [
+                BlockTensor(
+                    packed=self._packed[num_fp4, which],
+                    block_scales=self._block_scales[num_fp4, which],
+                    exponent=torch.tensor(exponent, dtype=torch.int8),
+                    scheme=layer.kv,
+                )
+                for which, exponent in enumerate((layer.k_exponent, layer.v_exponent))
+            ]
+            pages.append(LayerPages(keys=parts[0], values=parts[1]))
+            num_fp4 += 1
+        return pages
 
 
-def _new_pages(shape: CacheShape, scheme: Scheme | None, exponent: int, dtype: torch.dtype) -> Pages:
-    size = (shape.num_kv_heads, shape.num_pages + 1, shape.page_size)
-    if scheme is None:
-        return torch.zeros(*size, shape.head_dim, dtype=dtype)
-    block_size = scheme.block_size
-    if shape.head_dim % block_size:
-        raise ConfigError(
-            f"FP4 keys and values need blocks along the head dimension; got head_dim {shape.head_dim} and block size "
-            f"{block_size}. head_dim must be a multiple of {block_size}. Keep the KV cache in bf16 for this model."
-        )
-    return BlockTensor(
-        packed=torch.zeros(*size, shape.head_dim // 2, dtype=torch.uint8),
-        block_scales=torch.zeros(*size, shape.head_dim // block_size, dtype=torch.uint8),
-        exponent=torch.tensor(exponent, dtype=torch.int8),
-        scheme=scheme,
-    )
+def _block_size(shape: CacheShape, precision: Sequence[LayerPrecision]) -> int:
+    """Block size of the quantized layers; the whole head if there are none."""
+    for layer in precision:
+        if layer.kv is None:
+            continue
+        block_size = layer.kv.block_size
+        if layer.kv.outer != "static" or shape.head_dim % block_size:
+            raise ConfigError(
+                f"FP4 keys and values need a static outer scale and blocks along the head dimension; got scheme "
+                f"{layer.kv.name} and head_dim {shape.head_dim}. head_dim must be a multiple of {block_size}. "
+                "Use NVFP4_KV, or keep the KV cache in bf16 for this model."
+            )
+        return block_size
+    return shape.head_dim

@@ -112,6 +112,7 @@ class Qwen3MoeEngineModel:
             scheme=pages.scheme,
             exponent=self.precision[layer].k_exponent if kind == "k" else self.precision[layer].v_exponent,
         )
+        assert rounded.codes is not None
         return BlockTensor(
             packed=pack_codes(rounded.codes).view(num_tokens, num_heads, -1),
             block_scales=rounded.block_scales.view(num_tokens, num_heads, -1),

@@ -159,7 +159,7 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Work]:
         """Let waiting sequences run, oldest first, while places, pages and tokens last; returns those that decode."""
-        works = []
+        works: list[Work] = []
         while self.waiting and len(self.running) < self._max_batch and len(works) < budget:
             sequence = self.waiting[0]
             table, begin, end = sequence.table, sequence.num_computed, len(sequence.ids)

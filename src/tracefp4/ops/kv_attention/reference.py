@@ -3,8 +3,8 @@
 Letters: B sequences, Q queries each, H query heads, C kv heads, D head dim, N pages of a table, S slots per page,
 L = N*S key positions. Everything is head-first ([C, B, ...]), so both matmuls are one batched product without copies.
 
-Codes are decoded two bytes at a time: a table of 65,536 entries holds the four E2M1 values of every 16-bit word as
-float16 (exact), so a lookup moves 8 bytes and no integer array larger than the word index is ever made.
+Codes are decoded a byte at a time: a table of 256 entries holds both E2M1 values of every byte as one 8-byte entry, so
+it stays in the fastest cache and no integer array larger than the byte index is ever made.
 """
 
 from functools import lru_cache
@@ -18,7 +18,6 @@ from tracefp4.formats.tensor import BlockTensor
 
 SPLIT = 64
 BLOCK_SIZE = 16
-WORD_OFFSET = 32768  # int16 word -> table row
 
 
 def kv_attention(
@@ -66,10 +65,10 @@ def read_pages(pages: BlockTensor | Tensor, page_table: Tensor, dtype: torch.dty
     """Gather and decode the pages of every sequence: [C, B, N*S, D] in `dtype`."""
     if isinstance(pages, Tensor):
         return _gather(pages, page_table).to(dtype)
-    words = _gather(pages.packed, page_table).view(torch.int16)
-    num_kv, num_seqs, length, _ = words.shape
-    rows = words.to(torch.int32).add_(WORD_OFFSET).view(-1)
-    values = _word_table(words.device).index_select(0, rows).view(torch.float16).to(dtype)
+    found = _gather(pages.packed, page_table)
+    num_kv, num_seqs, length, _ = found.shape
+    pairs = _pair_table(found.device).index_select(0, found.to(torch.int32).view(-1))
+    values = pairs.view(torch.float32).to(dtype)
     scale_bytes = _gather(pages.block_scales, page_table)
     decode_scales = _scale_table(int(pages.exponent), dtype, scale_bytes.device)
     decode_scales = decode_scales.index_select(0, scale_bytes.to(torch.int32).view(-1))
@@ -86,11 +85,11 @@ def _gather(pages: Tensor, page_table: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def _word_table(device: torch.device) -> Tensor:
-    """int64 [65536]: the four float16 values of word w - 32768, low byte and low nibble first."""
-    words = torch.arange(-WORD_OFFSET, WORD_OFFSET).to(torch.int16).view(torch.uint8).view(-1, 2)
-    codes = torch.stack([words & 15, words >> 4], dim=-1).view(-1, 4)
-    return decode_e2m1(codes, torch.float16).contiguous().view(torch.int64).view(-1).to(device)
+def _pair_table(device: torch.device) -> Tensor:
+    """int64 [256]: the bits of the two float32 values of every byte, low nibble first."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    pairs = decode_e2m1(torch.stack([byte & 15, byte >> 4], dim=-1), torch.float32)
+    return pairs.contiguous().view(torch.int64).view(-1).to(device)
 
 
 @lru_cache(maxsize=4096)
