@@ -33,6 +33,15 @@ def test_los_3_equal_rewards_give_exactly_zero_and_are_reported(dtype, normalize
     assert found.values[12:].tolist() == pytest.approx([-size, size, size, -size], abs=1e-7)
 
 
+@pytest.mark.parametrize("size", [1, 3, 5, 6, 7, 10])
+@pytest.mark.parametrize("value", [0.1, 0.3, 1e300])
+def test_los_3_a_mean_that_is_off_by_a_bit_invents_no_advantage(size, value):
+    found = advantages([value] * size, [0] * size, torch.float64)
+    assert found.values.tolist() == [0.0] * size
+    assert found.num_skipped_groups == 1
+    assert found.group_std_mean == 0.0
+
+
 def test_groups_may_be_interleaved_and_of_different_sizes():
     found = advantages([1.0, 5.0, 3.0, 5.0, 2.0], [7, -1, 7, -1, 3], normalize="none")
     assert found.values.tolist() == [-1.0, 0.0, 1.0, 0.0, 0.0]

@@ -106,6 +106,12 @@ def test_pad_3_labels_and_log_probs_do_not_cross_the_border_of_packed_samples():
     assert packed[0, 0] == packed[0, 3] == 0
 
 
+def test_labels_do_not_cross_a_gap_or_padding():
+    ids = torch.tensor([[7, 31, 32, 35, 36, 7]])
+    positions = torch.tensor([[-1, 0, 1, 4, 5, -1]])
+    assert next_token_labels(ids, positions=positions).tolist() == [[-100, 32, -100, 36, -100, -100]]
+
+
 def test_pad_6_left_padded_rows_are_scored_like_the_sample_alone():
     torch.manual_seed(0)
     tokens, places, head = torch.nn.Embedding(50, 8), torch.nn.Embedding(16, 8), torch.nn.Linear(8, 50)

@@ -127,6 +127,18 @@ def test_los_9_the_weight_comes_from_the_old_log_probs_without_gradient():
     assert output.loss.item() == pytest.approx(-1.648721, abs=SIX_DIGITS)
 
 
+def test_los_9_no_gradient_reaches_the_old_and_rollout_log_probs():
+    new = torch.tensor([[-1.0]], requires_grad=True)
+    data = LossData(
+        old_logprobs=new,
+        rollout_logprobs=new - 0.5,
+        advantages=torch.ones(1),
+        mask=torch.ones(1, 1, dtype=torch.bool),
+    )
+    grpo_loss(new, data=data, config=LossConfig(), denominator=1.0).loss.backward()
+    assert new.grad.item() == pytest.approx(-1.648721, abs=SIX_DIGITS)
+
+
 @pytest.mark.parametrize("sentinel", [1.0, -math.inf, math.inf, math.nan, 1e9], ids=str)
 def test_lgp_5_a_sentinel_at_a_masked_position_changes_nothing(sentinel):
     config = LossConfig(kl_coefficient=0.1, keep_range=(0.5, 5.0), aggregation="sequence_mean")
