@@ -32,7 +32,7 @@ def pack_codes(codes: Tensor) -> Tensor:
         FormatError: When the dtype is not uint8 or K is odd.
     """
     _check_bytes("pack_codes", codes, multiple=2)
-    pair = codes.contiguous().view(torch.int16)
+    pair = _words(codes, torch.int16)
     return (pair | pair >> 4).bitwise_and_(255).to(torch.uint8)
 
 
@@ -66,7 +66,7 @@ def pack_bits(bits: Tensor) -> Tensor:
         FormatError: When the dtype is not uint8 or K is not a multiple of 8.
     """
     _check_bytes("pack_bits", bits, multiple=8)
-    eight = bits.contiguous().view(torch.int64)
+    eight = _words(bits, torch.int64)
     return ((eight * _GATHER_BITS) >> 56).to(torch.uint8)
 
 
@@ -85,6 +85,13 @@ def unpack_bits(packed: Tensor) -> Tensor:
     _check_bytes("unpack_bits", packed, multiple=1)
     table = _UNPACKED_BITS.to(packed.device).view(torch.int64).view(-1)
     return table[packed.to(torch.int32)].view(torch.uint8)
+
+
+def _words(tensor: Tensor, word: torch.dtype) -> Tensor:
+    """Read consecutive bytes of the last dimension as little-endian words."""
+    flat = tensor.contiguous().view(-1)  # flat, because torch checks the strides even of dimensions of size 0 or 1
+    flat = flat.clone() if flat.storage_offset() % word.itemsize else flat
+    return flat.view(word).view(*tensor.shape[:-1], tensor.shape[-1] // word.itemsize)
 
 
 def _check_bytes(what: str, tensor: Tensor, *, multiple: int) -> None:

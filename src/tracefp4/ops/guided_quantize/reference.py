@@ -10,8 +10,8 @@ is followed as far as 0), so the sign of x is put back at the end. m is the magn
                    rounding cell or m = 0, and m - 1 otherwise
 
 The middle of the cell of m is its value, except for 2 (cell [1.75, 2.5]) and 4 (cell [3.5, 5]), where the
-step changes: value + 1/8 and value + 2/8. Even m have m / 2 - 1 eighths: 0 at m = 2, 1 at 4, 2 at 6; and -1 at
-m = 0, which sends every z >= 0 upwards, as the rule at zero asks. At m = 7, z <= 6 goes down.
+step changes: value + 1/8 and value + 2/8. Even m have m / 2 - 1 eighths: 0 at m = 2, 1 at 4, 2 at 6; and -1
+at m = 0, which sends every z >= 0 upwards, as the rule at zero asks. At m = 7, z <= 6 goes down.
 
 Shapes: N rows, K columns, G = K / 16. Sign and code tensors are int8: on a CPU they cost a quarter of a float
 pass, while `torch.where` and float comparisons cost several.

@@ -1,0 +1,71 @@
+"""Guides for tests, inputs on every decision boundary, and the expected decisions by brute force."""
+
+from fractions import Fraction
+
+import torch
+from tests.formats import rational
+
+from tracefp4.ops.guided_quantize import Guide, Rounded
+
+CODECS = ("full", "bracket", "nearest_cell")
+ONE = 0x38  # the E4M3 byte of 1.0
+
+# z on every boundary the decoders know, its float32 neighbours, and beyond the range
+_CENTRES = torch.tensor(
+    [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.125, 2.5, 3, 3.5, 4, 4.25, 5, 6, 7, 1e30]
+)
+Z = torch.cat(
+    [_CENTRES, torch.nextafter(_CENTRES, _CENTRES + 1), torch.nextafter(_CENTRES, _CENTRES - 1).abs()]
+)
+Z = torch.cat([Z, -Z, torch.tensor([1e-45, -1e-45])])
+
+
+def as_rows(z: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(z, (0, -len(z) % 16)).view(-1, 16)
+
+
+def unit_guide(z: torch.Tensor, decision: torch.Tensor, codec: str) -> Guide:
+    """A guide with scale 1 for rows of z, so that z reaches the grid untouched."""
+    rows = z.shape[0]
+    decision = decision.to(torch.uint8)
+    return Guide(
+        valid=torch.ones(rows, dtype=torch.bool),
+        exponent=torch.zeros(rows, dtype=torch.int8),
+        block_scales=torch.full((rows, 1), ONE, dtype=torch.uint8),
+        codes=decision if codec == "full" else None,
+        bits=None if codec == "full" else decision,
+        decoder="bracket" if codec == "full" else codec,
+    )
+
+
+def guide_from(rounded: Rounded, codec: str, valid: torch.Tensor | None = None) -> Guide:
+    """What a rollout that produced `rounded` would send."""
+    assert rounded.codes is not None
+    rows = rounded.codes.shape[0]
+    return Guide(
+        valid=torch.ones(rows, dtype=torch.bool) if valid is None else valid,
+        exponent=rounded.exponent if rounded.exponent.dim() else None,
+        block_scales=rounded.block_scales,
+        codes=rounded.codes if codec == "full" else None,
+        bits=None if codec == "full" else rounded.codes & 1,
+        decoder="bracket" if codec == "full" else codec,
+    )
+
+
+def signed_ordinal(codes: torch.Tensor) -> torch.Tensor:
+    magnitude = (codes & 7).to(torch.int64)
+    return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+def expected_full(z: float, recorded: int) -> int:
+    """The bracket end nearer to the recorded codeword, by distance between real numbers."""
+    low, high = rational.bracket(abs(Fraction(z)))
+    sign = -1 if str(z).startswith("-") else 1
+    target = rational.E2M1_GRID[recorded & 7] * (-1 if recorded >= 8 else 1)
+    return sign * min((low, high), key=lambda m: abs(sign * rational.E2M1_GRID[m] - target))
+
+
+def expected_bracket(z: float, bit: int) -> int:
+    low, high = rational.bracket(abs(Fraction(z)))
+    sign = -1 if str(z).startswith("-") else 1
+    return sign * (high if high % 2 == bit else low)
