@@ -5,7 +5,7 @@ the proximal ("old") log-probs and the update see the same guidance and the rati
 Micro-batches are addressed by position, so their order, padding and recomputation change nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from tracefp4.diagnostics.agreement import AgreementCounts, SiteCounts, merge_sites
 from tracefp4.errors import RecordError
 from tracefp4.formats.arithmetic import Arithmetic
-from tracefp4.guidance import Record, ReplayBatch, replay
+from tracefp4.guidance import Record, ReplayBatch
+from tracefp4.guidance.session import replay
 from tracefp4.patching import Applied, Plan
 from tracefp4.rl.batching import Batch, micro_batches, pad, token_logprobs
 from tracefp4.rl.losses import LossConfig, LossData, grpo_loss, loss_denominator, merge_metrics
@@ -126,6 +127,7 @@ class PolicyTrainer:
         batches = [(chosen, self._pad([samples[i] for i in chosen], trains_truncated)) for chosen in self._micro_batches(samples)]
         denominator = sum(loss_denominator(batch.loss_mask, config=loss) for _, batch in batches)
         metrics: list[dict[str, float]] = []
+        total_loss = 0.0
         seen: list[Tensor] = [torch.empty(0)] * len(samples)
         for chosen, batch in batches:
             with replay(self._replay_batch(batch, measure=False)):
@@ -141,13 +143,10 @@ class PolicyTrainer:
                 )
                 result = grpo_loss(logprobs, data=data, config=loss, denominator=denominator)
                 result.loss.backward()
-            metrics.append({**result.metrics, "loss_sum": 0.0})
-            metrics[-1]["loss_share"] = result.loss.item()
+            metrics.append(result.metrics)
+            total_loss += result.loss.item()
             for row, i in enumerate(chosen):
                 seen[i] = logprobs.detach()[row][batch.completion_mask[row]]
-        total_loss = sum(part.pop("loss_share") for part in metrics)
-        for part in metrics:
-            part.pop("loss_sum")
         norm = self.optimizer.step(lr_scale=lr_scale, grad_clip=grad_clip)
         return {**merge_metrics(metrics), "loss": total_loss, "grad_norm": norm}, seen
 
@@ -195,17 +194,24 @@ def _spread(batch: Batch, per_sample: Sequence[Tensor]) -> Tensor:
 
 
 def _measured(batch: ReplayBatch) -> SiteCounts:
-    measured: SiteCounts = {}
+    measured: dict[tuple[str, int], AgreementCounts] = {}
     for site, counts in batch.counters.sites.items():
         found = counts.resolved()
         if found.values_compared is not None:
-            measured[(site.kind, site.layer)] = AgreementCounts.from_site(found)
+            measured[(site.kind, site.layer)] = AgreementCounts(
+                values=found.values,
+                positions_guided=found.positions_guided,
+                positions_missing=found.positions_missing,
+                changed=int(found.values_changed),
+                compared=int(found.values_compared),
+                mismatched_before=int(found.mismatched_before or 0),
+                mismatched_after=int(found.mismatched_after or 0),
+                compared_scales=int(found.blocks_compared or 0),
+                mismatched_scales=int(found.blocks_mismatched or 0),
+            )
     return measured
 
 
 def with_advantages(samples: Sequence[TrainingSample], advantages: Tensor) -> list[TrainingSample]:
     """Return the samples with their advantages set."""
     return [replace(sample, advantage=float(a)) for sample, a in zip(samples, advantages, strict=True)]
-
-
-Progress = Callable[[str, float], None]

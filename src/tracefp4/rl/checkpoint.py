@@ -1,0 +1,186 @@
+"""Checkpoints of a run: an ordinary Hugging Face checkpoint plus everything needed to continue bit for bit.
+
+step_000010/ holds model.safetensors (bf16: the copies that forward uses), config, tokenizer and generation
+config, `optimizer.safetensors` (fp32 masters and moments), `pending.pt` (samples generated ahead of training),
+and `state.json`, written last, with a checksum of every other file. The directory is filled under a temporary
+name and renamed: a reader finds a whole checkpoint or none. Anything without a valid state.json is ignored.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tracefp4.errors import ConfigError, RecordError
+from tracefp4.rl.rundir import disk_error
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """What a checkpoint restores besides the weights."""
+
+    step: int
+    """Steps finished."""
+    weight_version: int
+    """Version of the weights last published to the engine."""
+    data: dict[str, int | str]
+    """State of the prompt stream."""
+    config_digest: str
+    """Digest of everything in the config that changes the result."""
+    counters: dict[str, int] = field(default_factory=dict)
+    """Totals of the run (optimizer steps, dropped samples)."""
+
+
+def save(
+    parent: Path, *, state: TrainState, model: Any, tokenizer: Any, optimizer: dict[str, Tensor], pending: bytes
+) -> Path:
+    """Write one checkpoint; on failure nothing of it remains and earlier ones are untouched.
+
+    Raises:
+        ConfigError: the disk is full or the path not writable, with path and bytes needed.
+    """
+    name = f"step_{state.step:06d}"
+    target, temporary = parent / name, parent / f".{name}.tmp"
+    num_bytes = sum(t.numel() * t.element_size() for t in optimizer.values()) + len(pending)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_model(model, tokenizer, temporary)
+        save_file({key: value.contiguous() for key, value in optimizer.items()}, temporary / "optimizer.safetensors")
+        (temporary / "pending.pt").write_bytes(pending)
+        _save_rng(temporary / "rng.pt")
+        checksums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
+        content = {"schema_version": SCHEMA_VERSION, "checksums": checksums, **_plain(state)}
+        (temporary / "state.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+        for path in temporary.iterdir():
+            _fsync(path)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(temporary, target)
+        _fsync(parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise disk_error(target, num_bytes, error) from error
+    return target
+
+
+def latest(parent: Path) -> Path | None:
+    """Return the newest whole checkpoint; torn ones (bad or missing state, wrong checksums) are skipped."""
+    for path in sorted(parent.glob("step_*"), reverse=True):
+        if is_whole(path):
+            return path
+    return None
+
+
+def is_whole(path: Path) -> bool:
+    """Say whether every file of a checkpoint is there with its checksum."""
+    try:
+        content = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        return all(_checksum(path / name) == value for name, value in content["checksums"].items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def load_state(path: Path) -> TrainState:
+    """Read the state of one checkpoint.
+
+    Raises:
+        RecordError: another schema version.
+    """
+    content = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if content.pop("schema_version") != SCHEMA_VERSION:
+        raise RecordError(f"{path}: checkpoint schema is not {SCHEMA_VERSION}. Resume with the version that wrote it.")
+    content.pop("checksums")
+    return TrainState(**content)
+
+
+def load_optimizer(path: Path) -> dict[str, Tensor]:
+    """Read masters and moments of one checkpoint."""
+    return load_file(path / "optimizer.safetensors")
+
+
+def load_pending(path: Path) -> bytes:
+    """Read the samples generated ahead of training, as `save` was given them."""
+    return (path / "pending.pt").read_bytes()
+
+
+def restore_rng(path: Path) -> None:
+    """Set Python's, numpy's and torch's random state to the checkpoint's."""
+    content = torch.load(path / "rng.pt", weights_only=False)
+    random.setstate(content["python"])
+    np.random.set_state(content["numpy"])
+    torch.set_rng_state(content["torch"])
+
+
+def keep_last(parent: Path, *, count: int) -> None:
+    """Delete all but the newest `count` checkpoints, and what a killed save left behind."""
+    for path in sorted(parent.glob("step_*"))[:-count]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in parent.glob(".step_*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Save in bf16, which is lossless: the model's parameters hold bf16 values."""
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    names = (model.config._attn_implementation, model.config._experts_implementation, model.config.dtype)
+    try:
+        # a checkpoint names no implementation of ours: it must load in plain transformers
+        model.config._attn_implementation = "eager"
+        model.config._experts_implementation = "eager"
+        model.config.dtype = torch.bfloat16
+        model.save_pretrained(directory, state_dict=state)
+    finally:
+        model.config._attn_implementation, model.config._experts_implementation, model.config.dtype = names
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def _save_rng(path: Path) -> None:
+    content = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    torch.save(content, path)
+
+
+def _plain(state: TrainState) -> dict[str, object]:
+    return {
+        "step": state.step,
+        "weight_version": state.weight_version,
+        "data": state.data,
+        "config_digest": state.config_digest,
+        "counters": state.counters,
+    }
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_digest(state: TrainState, *, config_digest: str) -> None:
+    """Refuse to resume under settings that change the result.
+
+    Raises:
+        ConfigError: the digests differ.
+    """
+    if state.config_digest != config_digest:
+        raise ConfigError(
+            f"--resume: the run was started with other settings (config digest {state.config_digest}, now "
+            f"{config_digest}). Only [run] settings and train.steps may change; start a new run for the rest."
+        )

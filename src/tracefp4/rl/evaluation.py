@@ -1,0 +1,100 @@
+"""Held-out accuracy of a policy as it would be deployed: rounding to nearest, no guidance."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tracefp4.rl.rewards import Scorer
+from tracefp4.rl.prompts import encode
+from tracefp4.rl.tasks import Task, TaskSource
+from tracefp4.rollout import Completion, Engine, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """Accuracy over held-out items."""
+
+    accuracy: float
+    """Mean over items of the share of its samples whose reward is 1 (pass@1)."""
+    standard_error: float
+    """Of that mean over items: sample standard deviation / sqrt(items)."""
+    pass_at_k: dict[int, float]
+    """k -> probability that at least one of k samples is right (unbiased estimate), for k up to the samples drawn."""
+    num_items: int
+    """Items scored."""
+    mean_tokens: float
+    """Mean length of a completion."""
+    outcomes: dict[str, int]
+    """How often each verifier outcome occurred."""
+
+
+def evaluate(
+    engine: Engine,
+    *,
+    tokenizer: Any,
+    source: TaskSource,
+    scorer: Scorer,
+    params: SamplingParams,
+    num_items: int,
+    correct_at: float = 1.0,
+) -> Evaluation:
+    """Complete `num_items` held-out prompts and score them.
+
+    Args:
+        engine: rounds to nearest, as deployed.
+        tokenizer: encodes prompts and decodes completions.
+        source: the held-out items 0 .. num_items - 1.
+        scorer: the verifier; its counts are those of this evaluation.
+        params: sampling; temperature 0 is greedy, n > 1 gives pass@k.
+        num_items: at least 1.
+        correct_at: a reward at or above this counts as right.
+    """
+    tasks = [source.item(i) for i in range(num_items)]
+    prompts = [encode(task, tokenizer=tokenizer) for task in tasks]
+    results = engine.generate(prompts, params)
+    right = [
+        sum(score_completion(c, task, tokenizer=tokenizer, scorer=scorer) >= correct_at for c in group)
+        for task, group in zip(tasks, results, strict=True)
+    ]
+    shares = [count / params.n for count in right]
+    lengths = [len(c.token_ids) for group in results for c in group]
+    return Evaluation(
+        accuracy=math.fsum(shares) / num_items,
+        standard_error=standard_error(shares),
+        pass_at_k={k: math.fsum(pass_at_k(params.n, c, k) for c in right) / num_items for k in _powers(params.n)},
+        num_items=num_items,
+        mean_tokens=sum(lengths) / len(lengths),
+        outcomes=dict(scorer.counts),
+    )
+
+
+def score_completion(completion: Completion, task: Task, *, tokenizer: Any, scorer: Scorer) -> float:
+    """Decode one completion (stop tokens dropped) and return its reward."""
+    text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    return scorer.score(task, completion=text).value
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, section 2.1)."""
+    if num_samples - num_right < k:
+        return 1.0
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Sample standard deviation over sqrt(n); 0 for fewer than two values."""
+    n = len(values)
+    if n < 2:
+        return 0.0
+    mean = math.fsum(values) / n
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+
+
+def greedy(params: SamplingParams) -> SamplingParams:
+    """The same request, greedy, one sample per prompt."""
+    return replace(params, temperature=0.0, top_p=1.0, top_k=0, n=1)
+
+
+def _powers(n: int) -> list[int]:
+    return [2**i for i in range(n.bit_length()) if 2**i <= n]

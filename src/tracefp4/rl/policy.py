@@ -1,0 +1,99 @@
+"""Load a local Hugging Face checkpoint of a supported MoE family, with its tokenizer and generation defaults."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tracefp4.errors import ConfigError
+from tracefp4.patching.plan import SUPPORTED_ARCHITECTURES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationDefaults:
+    """What the checkpoint's generation config says."""
+
+    stop_token_ids: tuple[int, ...]
+    """Every id that ends a completion."""
+    temperature: float
+    """1 when the file does not say."""
+    top_p: float
+    """1 (off) when the file does not say."""
+    top_k: int
+    """0 (off) when the file does not say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """A loaded checkpoint."""
+
+    model: Any
+    """transformers' own class, float32, in eval mode."""
+    tokenizer: Any
+    """The checkpoint's tokenizer."""
+    defaults: GenerationDefaults
+    """EOS and sampling defaults."""
+    path: Path
+    """Where it was loaded from."""
+
+    @property
+    def pad_id(self) -> int:
+        """Token id for padding: the tokenizer's, else its EOS (masks never look at ids)."""
+        pad = self.tokenizer.pad_token_id
+        return int(self.defaults.stop_token_ids[0] if pad is None else pad)
+
+
+def load_policy(path: str | Path) -> Policy:
+    """Load model, tokenizer and generation defaults.
+
+    Raises:
+        ConfigError: no such directory, no config.json, an unsupported architecture, no tokenizer, no weights.
+    """
+    directory = Path(path)
+    config_file = directory / "config.json"
+    if not config_file.is_file():
+        raise ConfigError(f"model.path: {directory} is not a checkpoint (no config.json). Give a local Hugging Face one.")
+    try:
+        architectures = json.loads(config_file.read_text(encoding="utf-8")).get("architectures") or ["unknown"]
+    except ValueError as error:
+        raise ConfigError(f"model.path: {config_file} is not valid JSON: {error}. Download the checkpoint again.") from error
+    if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
+        raise ConfigError(
+            f"model.path: {directory} is a {architectures[0]}, which is not a supported mixture-of-experts model; "
+            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}."
+        )
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        raise ConfigError(
+            f"model.path: {directory} has no tokenizer (tokenizer.json). Copy the tokenizer files of the base model there."
+        )
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"model.path: {directory} could not be loaded: {error}") from error
+    return Policy(model=model, tokenizer=tokenizer, defaults=generation_defaults(model, tokenizer), path=directory)
+
+
+def generation_defaults(model: Any, tokenizer: Any) -> GenerationDefaults:
+    """Read EOS ids and sampling defaults of a loaded model.
+
+    Raises:
+        ConfigError: neither generation config nor tokenizer names an EOS.
+    """
+    config = model.generation_config
+    eos = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
+    if eos is None:
+        raise ConfigError(
+            "model.path: neither generation_config.json nor the tokenizer names an end-of-sequence token. "
+            'Add "eos_token_id" to generation_config.json.'
+        )
+    stops = tuple(int(i) for i in eos) if isinstance(eos, list | tuple) else (int(eos),)
+    return GenerationDefaults(
+        stop_token_ids=stops,
+        temperature=float(config.temperature) if config.temperature is not None else 1.0,
+        top_p=float(config.top_p) if config.top_p is not None else 1.0,
+        top_k=int(config.top_k) if config.top_k else 0,
+    )

@@ -1,0 +1,134 @@
+"""A run directory: resolved config, manifest, metrics as JSON lines, records; one owner, nothing overwritten.
+
+Layout: config.json, manifest.json, metrics.jsonl, checkpoints/step_000010/, records/. A directory that already
+holds a run is refused unless the run is resumed; resuming cuts metrics after the checkpoint's step, so a
+killed step leaves no trace.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import tracefp4
+from tracefp4.errors import ConfigError
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "reasoning-gym")
+
+
+class RunDirectory:
+    """The files of one run."""
+
+    def __init__(self, path: str | Path, *, resume: bool) -> None:
+        """Create the directory, or open it to resume.
+
+        Raises:
+            ConfigError: it holds a run and `resume` is False, or `resume` is True and it holds none.
+        """
+        self.path = Path(path)
+        exists = (self.path / "config.json").exists()
+        if exists and not resume:
+            raise ConfigError(
+                f"run.dir: {self.path} already holds a run. Use --resume to continue it, or name another directory."
+            )
+        if resume and not exists:
+            raise ConfigError(f"--resume: {self.path} holds no run (no config.json). Start it without --resume.")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = self.path / "checkpoints"
+        self.records = self.path / "records"
+
+    def write_json(self, name: str, content: Mapping[str, object]) -> None:
+        """Write one JSON file atomically: temporary file, fsync, rename."""
+        write_atomically(self.path / name, (json.dumps(content, indent=2, default=str) + "\n").encode())
+
+    def read_json(self, name: str) -> dict[str, object]:
+        """Read one JSON file of the run."""
+        return dict(json.loads((self.path / name).read_text(encoding="utf-8")))
+
+    def append_metrics(self, row: Mapping[str, object]) -> None:
+        """Append one line to metrics.jsonl and flush it."""
+        line = json.dumps(row, default=float) + "\n"
+        try:
+            with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise disk_error(self.path / "metrics.jsonl", len(line), error) from error
+
+    def cut_metrics(self, *, first_step: int) -> None:
+        """Drop metrics of steps >= first_step (and a torn last line) before a run is resumed."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if row.get("step", -1) < first_step:
+                kept.append(line + "\n")
+        write_atomically(path, "".join(kept).encode())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that it is either the old one or the new one, also after a crash or a full disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise disk_error(path, len(data), error) from error
+
+
+def disk_error(path: Path, num_bytes: int, error: OSError) -> ConfigError:
+    """Turn an OS error into one that says what could not be written and what to do."""
+    cause = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+    return ConfigError(
+        f"{path} could not be written ({num_bytes} bytes): {cause}. What was written before is intact. "
+        "Free space or fix the path, then continue with --resume."
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    found = {"python": platform.python_version(), "tracefp4": tracefp4.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def hardware() -> dict[str, object]:
+    """Return what the run was measured on."""
+    import torch
+
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
+        model = lines[0].partition(":")[2].strip() if lines else model
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cpu": model, "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "gpu": gpu}
+
+
+def weights_hash(tensors: Mapping[str, object]) -> str:
+    """Return 32 hex characters over named tensors (names, dtypes, shapes and bytes), in order of name."""
+    import torch
+
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        assert isinstance(tensor, torch.Tensor)
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

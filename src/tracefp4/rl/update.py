@@ -1,0 +1,135 @@
+"""One rollout's samples become one or more optimizer steps, and the step's numbers."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracefp4.diagnostics.mismatch import mismatch_metrics
+from tracefp4.errors import ConfigError
+from tracefp4.rl.config import RunConfig
+from tracefp4.rl.losses import LossConfig, merge_metrics
+from tracefp4.rl.policy import GenerationDefaults
+from tracefp4.rl.samples import TrainingSample
+from tracefp4.rl.schedule import warmup_constant
+from tracefp4.rl.trainer import PolicyTrainer
+from tracefp4.rollout import SamplingParams
+
+
+def sampling_params(config: RunConfig, defaults: GenerationDefaults) -> Callable[[int], SamplingParams]:
+    """Return the sampling parameters of a step; what the recipe leaves open comes from the checkpoint.
+
+    Raises:
+        ConfigError: top-p or top-k is on: the trainer's log-probs are of the full distribution, so importance
+            weights would compare two different ones.
+    """
+    rollout = config.rollout
+    temperature = defaults.temperature if rollout.temperature is None else rollout.temperature
+    top_p = defaults.top_p if rollout.top_p is None else rollout.top_p
+    top_k = defaults.top_k if rollout.top_k is None else rollout.top_k
+    if top_p != 1.0 or top_k != 0:
+        raise ConfigError(
+            f"rollout: training samples must come from the full distribution; got top_p={top_p}, top_k={top_k} (from "
+            "the recipe or the checkpoint's generation config). Set rollout.top_p = 1.0 and rollout.top_k = 0."
+        )
+    if temperature <= 0:
+        raise ConfigError(f"rollout.temperature must be above 0 for training; got {temperature}. Set it to 1.0.")
+
+    def params(step: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=rollout.max_tokens,
+            temperature=temperature,
+            n=rollout.samples_per_prompt,
+            seed=config.train.seed * 1_000_003 + step,
+            stop_token_ids=defaults.stop_token_ids,
+        )
+
+    return params
+
+
+class Updater:
+    """Splits a rollout's samples over optimizer steps and reports loss, ratios and mismatch."""
+
+    def __init__(self, trainer: PolicyTrainer, config: RunConfig, *, reference: PolicyTrainer | None = None) -> None:
+        """Keep the trainer and translate the recipe's [loss] table.
+
+        Args:
+            trainer: the policy.
+            config: the recipe.
+            reference: scores the KL term's reference policy, unguided; needed when loss.kl_coef > 0.
+        """
+        self.trainer, self.config, self.reference = trainer, config, reference
+        self.loss = loss_config(config)
+        self.steps_taken = 0
+
+    def update(self, samples: Sequence[TrainingSample], *, optimizer_step: int, version: int) -> dict[str, Any]:
+        """Train on the samples; an empty list (all too old) takes no step."""
+        self.steps_taken = 0
+        if not samples:
+            return {"trained_samples": 0}
+        started = time.perf_counter()
+        num_steps = self.config.train.optimizer_steps_per_rollout
+        old = None if num_steps == 1 else list(self.trainer.score(samples).logprobs)
+        ref = None if self.reference is None else list(self.reference.score(samples).logprobs)
+        seen: list[Tensor | None] = list(old) if old is not None else [None] * len(samples)
+        parts = []
+        for chosen in _shards(len(samples), num_steps, seed=self.config.train.seed * 7919 + optimizer_step):
+            metrics, logprobs = self.trainer.update(
+                [samples[i] for i in chosen],
+                old_logprobs=None if old is None else [old[i] for i in chosen],
+                ref_logprobs=None if ref is None else [ref[i] for i in chosen],
+                loss=self.loss,
+                lr_scale=warmup_constant(optimizer_step + self.steps_taken, warmup_steps=self.config.train.warmup_steps),
+                grad_clip=self.config.train.grad_clip,
+                trains_truncated=self.config.train.truncated != "mask",
+            )
+            self.steps_taken += 1
+            parts.append(metrics)
+            for place, i in enumerate(chosen):
+                seen[i] = logprobs[place] if seen[i] is None else seen[i]
+        own = [value for value in seen if value is not None]
+        lags = [sample.version_lag(version) for sample in samples]
+        return {
+            "trained_samples": len(samples),
+            "train_seconds": time.perf_counter() - started,
+            "version_lag_mean": sum(lags) / len(lags),
+            "version_lag_max": max(lags),
+            **merge_metrics(parts),
+            **mismatch_of(samples, own),
+        }
+
+
+def loss_config(config: RunConfig) -> LossConfig:
+    """Translate the recipe's [loss] table into the loss's own constants."""
+    loss = config.loss
+    return LossConfig(
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        tis_cap=loss.tis_cap or None,
+        aggregation=loss.aggregation,
+        constant_length=config.rollout.max_tokens if loss.aggregation == "dr_grpo" else None,
+        kl_coefficient=loss.kl_coef,
+    )
+
+
+def mismatch_of(samples: Sequence[TrainingSample], logprobs: Sequence[Tensor]) -> dict[str, float]:
+    """Return the standard mismatch metrics of these samples: log p_train against the recorded log p_rollout."""
+    longest = max(len(sample.token_ids) for sample in samples)
+    train = torch.zeros(len(samples), longest, dtype=torch.float64)
+    rollout = torch.zeros_like(train)
+    mask = torch.zeros(len(samples), longest, dtype=torch.bool)
+    for row, (sample, values) in enumerate(zip(samples, logprobs, strict=True)):
+        n = len(sample.token_ids)
+        train[row, :n] = values.to(torch.float64)
+        rollout[row, :n] = torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
+        mask[row, :n] = True
+    return mismatch_metrics(train, rollout_logprobs=rollout, mask=mask)
+
+
+def _shards(num_samples: int, num_shards: int, *, seed: int) -> list[list[int]]:
+    """Deal samples into shards of nearly equal size, in an order drawn from the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(num_samples, generator=generator).tolist() if num_shards > 1 else list(range(num_samples))
+    return [order[i::num_shards] for i in range(num_shards)]

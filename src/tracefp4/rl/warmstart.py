@@ -1,0 +1,99 @@
+"""Supervised warm start: a tiny model learns the task's format and some of its arithmetic, then RL takes over.
+
+Next-token cross-entropy on worked solutions (prompt tokens are not trained), AdamW, linear decay. Runs in plain
+float32 on transformers' own modules; the saved checkpoint is an ordinary Hugging Face one in bf16.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tracefp4.rl.checkpoint import save_model
+from tracefp4.rl.config import TaskConfig
+from tracefp4.rl.prompts import build_source, encode
+from tracefp4.rl.schedule import warmup_linear
+from tracefp4.rl.solutions import solve_chain_sum
+from tracefp4.rl.tiny import TinyShape, build_model, build_tokenizer
+
+OnProgress = Callable[[int, int, float], None]
+# warm-start items come from far beyond the items that RL and evaluation draw
+FIRST_ITEM = 500_000_000
+TOKENIZER_TEXTS = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmStart:
+    """Constants of the warm start."""
+
+    task: TaskConfig
+    """A `chain_sum` task."""
+    shape: TinyShape = field(default_factory=TinyShape)
+    """Shape of the model."""
+    steps: int = 150
+    """Optimizer steps."""
+    batch_size: int = 64
+    """Examples per step, every one new."""
+    lr: float = 2e-3
+    """Peak learning rate."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    seed: int = 0
+    """Seed of the initial weights."""
+
+
+def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None = None) -> float:
+    """Train from random weights and save the checkpoint.
+
+    Args:
+        config: the constants.
+        path: directory of the checkpoint.
+        on_progress: called with (step, steps, loss).
+
+    Returns:
+        The last step's loss, nats per trained token.
+    """
+    source = build_source(config.task)
+    texts = [source.item(FIRST_ITEM + i).prompt for i in range(TOKENIZER_TEXTS)]
+    tokenizer = build_tokenizer([text + solve_chain_sum(text) for text in texts])
+    model = build_model(config.shape, tokenizer=tokenizer, seed=config.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    loss_value = float("nan")
+    for step in range(config.steps):
+        first = FIRST_ITEM + step * config.batch_size
+        examples = [_example(source.item(first + i), tokenizer) for i in range(config.batch_size)]
+        input_ids, labels = _padded(examples, pad_id=tokenizer.pad_token_id)
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scale = warmup_linear(step, warmup_steps=config.warmup_steps, total_steps=config.steps, floor=0.05)
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * scale
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_value = loss.item()
+        if on_progress is not None:
+            on_progress(step, config.steps, loss_value)
+    path.mkdir(parents=True, exist_ok=True)
+    save_model(model, tokenizer, path)
+    return loss_value
+
+
+def _example(task: Any, tokenizer: Any) -> tuple[list[int], list[int]]:
+    answer = tokenizer(solve_chain_sum(task.prompt), add_special_tokens=False)["input_ids"]
+    return encode(task, tokenizer=tokenizer), [*answer, tokenizer.eos_token_id]
+
+
+def _padded(examples: Sequence[tuple[list[int], list[int]]], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(prompt) + len(answer) for prompt, answer in examples)
+    input_ids = torch.full((len(examples), longest), pad_id)
+    labels = torch.full((len(examples), longest), -100)
+    for row, (prompt, answer) in enumerate(examples):
+        end = len(prompt) + len(answer)
+        input_ids[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+    return input_ids, labels
