@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, one thread, and poisoned memory where an op could read what it never wrote."""
+"""What every test gets: fixed seeds, and poisoned memory where an op could read what it never wrote."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""Shapes against published sizes and against transformers itself; guidance bytes against the method's own table."""
+"""Shapes against published sizes and transformers itself; guidance bytes against the method's table."""
 
 import json
 
@@ -59,7 +59,12 @@ def test_bytes_per_token_are_the_methods_table(name):
 
 def test_35b_lines_are_separate_and_add_up():
     compact = _record("qwen3.5-35b-a3b", guidance="mantissa", layers="last_half")
-    assert (compact.activations, compact.kv, compact.row_exponents, compact.routed_ids) == (7_680, 960, 20, 320)
+    assert (compact.activations, compact.kv, compact.row_exponents, compact.routed_ids) == (
+        7_680,
+        960,
+        20,
+        320,
+    )
     assert compact.total == 7_680 + 960 + 20 + 320
     everything = _record("qwen3.5-35b-a3b", guidance="mantissa", layers="all")
     assert (everything.activations, everything.kv, everything.row_exponents) == (15_360, 1_920, 40)
@@ -181,30 +186,61 @@ def test_shape_by_name_reads_files_and_explains_itself(tmp_path):
 
 def _tiny(kind: str, **extra):
     sizes = {
-        "model_type": kind, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16,
-        "num_key_value_heads": 2, "vocab_size": 96, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "num_experts": 8, "intermediate_size": 80,
-    }  # fmt: skip
+        "model_type": kind,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "intermediate_size": 80,
+    }
     return sizes | extra
 
 
 def _configs():
     from transformers import GptOssConfig, OlmoeConfig, Qwen3_5MoeTextConfig, Qwen3MoeConfig
 
-    small = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "vocab_size": 96, "num_experts_per_tok": 2}  # fmt: skip
-    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-             "linear_value_head_dim": 16}  # fmt: skip
+    small = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+        "num_experts_per_tok": 2,
+    }
+    delta = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
     return {
-        "qwen3_moe": Qwen3MoeConfig(**small, head_dim=16, num_experts=8, moe_intermediate_size=32,
-                                    mlp_only_layers=[3], intermediate_size=80),
-        "qwen3_moe_tied": Qwen3MoeConfig(**small, head_dim=16, num_experts=8, moe_intermediate_size=32,
-                                         tie_word_embeddings=True),
-        "qwen3_5_moe": Qwen3_5MoeTextConfig(**small, **delta, head_dim=16, num_experts=8, moe_intermediate_size=32,
-                                            shared_expert_intermediate_size=48),
+        "qwen3_moe": Qwen3MoeConfig(
+            **small,
+            head_dim=16,
+            num_experts=8,
+            moe_intermediate_size=32,
+            mlp_only_layers=[3],
+            intermediate_size=80,
+        ),
+        "qwen3_moe_tied": Qwen3MoeConfig(
+            **small, head_dim=16, num_experts=8, moe_intermediate_size=32, tie_word_embeddings=True
+        ),
+        "qwen3_5_moe": Qwen3_5MoeTextConfig(
+            **small,
+            **delta,
+            head_dim=16,
+            num_experts=8,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=48,
+        ),
         "gpt_oss": GptOssConfig(**small, head_dim=16, num_local_experts=8, intermediate_size=32),
         "olmoe": OlmoeConfig(**small, num_experts=8, intermediate_size=32, eos_token_id=1),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_tied", "qwen3_5_moe", "gpt_oss", "olmoe"])

@@ -72,11 +72,4 @@ def _devices() -> list[dict[str, str]]:
 def _ops() -> list[dict[str, str]]:
     from tracefp4.ops.backend import explain
 
-    return [_as_row(row) for row in explain()]
-
-
-def _as_row(row: object) -> dict[str, str]:
-    if isinstance(row, dict):
-        return {str(key): str(value) for key, value in row.items()}
-    names = getattr(row, "_fields", None) or getattr(row, "__dataclass_fields__", ())
-    return {str(name): str(getattr(row, name)) for name in names}
+    return explain()

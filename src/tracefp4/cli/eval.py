@@ -1,6 +1,7 @@
 """`tracefp4 eval`: accuracy and pass@k of a checkpoint on held-out items, rounded as deployed."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -22,14 +23,16 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on held-out items of a recipe's task."""
     from tracefp4.cli.config import load_config
-    from tracefp4.rl.evaluation import evaluate_checkpoint
+    from tracefp4.rl.deployment import evaluate_checkpoint
 
-    settings = [f'model.path="{checkpoint}"', f"quantization.mode={mode}", 'quantization.guidance="none"']
-    config = load_config(recipe, overrides=[*(overrides or ()), *settings])
-    result = evaluate_checkpoint(config, items=items, pass_at=pass_at)
+    deployed = [f"quantization.mode={mode}", 'quantization.guidance="none"']
+    config = load_config(recipe, overrides=[*(overrides or ()), *deployed, f'model.path="{checkpoint}"'])
+    found = evaluate_checkpoint(config, num_items=items, samples=pass_at)
     if as_json:
-        typer.echo(json.dumps(result, indent=2))
+        typer.echo(json.dumps(asdict(found), indent=2))
         return
-    typer.echo(f"accuracy {result['accuracy']:.4f} +- {result['accuracy_se']:.4f} ({items} items, {mode})")
-    if pass_at > 1:
-        typer.echo(f"pass@{pass_at} {result['pass_at_k']:.4f} +- {result['pass_at_k_se']:.4f}")
+    share = f"{found.accuracy:.4f} +- {found.standard_error:.4f}"
+    typer.echo(f"accuracy {share} ({found.num_items} items, {mode}, rounded to nearest)")
+    for k, probability in found.pass_at_k.items():
+        if k > 1:
+            typer.echo(f"pass@{k} {probability:.4f}")

@@ -26,10 +26,15 @@ def generate(
     seed: SeedOption = 0,
 ) -> None:
     """Generate completions."""
-    from tracefp4.rl.evaluation import generate_text
+    from dataclasses import replace
 
-    settings = {"mode": mode, "chat": chat, "max_tokens": max_tokens, "temperature": temperature}
-    completions = generate_text(str(checkpoint), prompts, samples=samples, seed=seed, settings=settings)
+    from tracefp4.rl.deployment import generate_text, load_deployed
+
+    deployed = load_deployed(checkpoint, mode=mode)
+    params = replace(deployed.params, max_tokens=max_tokens, n=samples, seed=seed)
+    if temperature is not None:
+        params = replace(params, temperature=temperature)
+    completions = generate_text(deployed, prompts, params=params, is_chat=chat)
     for prompt, texts in zip(prompts, completions, strict=True):
         typer.secho(prompt, fg=typer.colors.CYAN)
         for text in texts:

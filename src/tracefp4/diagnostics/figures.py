@@ -23,7 +23,7 @@ ARM_LABELS: Mapping[str, str] = {
 _COLOURS = {"bf16": "#5f6b7a", "qat": "#d55e00", "guided": "#0072b2", "fp4_bf16": "#cc79a7", "run": "#0072b2"}
 _MARKERS = {"bf16": "o", "qat": "s", "guided": "^", "fp4_bf16": "D", "run": "o"}
 _SITE_LABELS = {"x": "expert input", "k": "K", "v": "V", "w2": "down-projection input"}
-_STYLE = {
+_STYLE: Any = {
     "font.size": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -107,6 +107,8 @@ def code_mismatch(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     Args:
         rows: `site`, `layer`, `before`, `after` each; shares in [0, 1]. Zeros are drawn on the floor.
     """
+    from matplotlib.ticker import MaxNLocator
+
     kinds = sorted(
         {str(row["site"]) for row in rows},
         key=lambda k: list(_SITE_LABELS).index(k) if k in _SITE_LABELS else 9,
@@ -126,7 +128,7 @@ def code_mismatch(rows: Sequence[Mapping[str, Any]]) -> "Figure":
         axes.set_yscale("log")
         axes.set_title(_SITE_LABELS.get(kind, kind), fontsize=10.5)
         axes.set_xlabel("layer")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("share of codes that differ")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     return figure

@@ -18,10 +18,9 @@ from tracefp4.errors import ConfigError
 
 DEMO_FILE = "demo.json"
 METRICS_FILE = "metrics.jsonl"
-REWARD_KEY = "reward/mean"
+REWARD_KEY = "reward_mean"
 MISMATCH_KEY = "mismatch/abs_mean"
-ACCURACY_KEY = "eval/accuracy"
-ACCURACY_SE_KEY = "eval/accuracy_se"
+MANIFEST_FILE = "manifest.json"
 _AGREEMENT = re.compile(r"agreement/(?P<site>\w+)/layer_(?P<layer>\d+)/mismatch_(?P<when>before|after)")
 
 _CSS = """
@@ -75,7 +74,8 @@ def render(source: Path | str | Mapping[str, Any], *, out: Path | None = None) -
         if (run / DEMO_FILE).is_file():
             text = _demo_page(_read_json(run / DEMO_FILE))
         elif (run / METRICS_FILE).is_file():
-            text = _run_page(run.name, read_metrics(run / METRICS_FILE))
+            manifest = _read_json(run / MANIFEST_FILE) if (run / MANIFEST_FILE).is_file() else {}
+            text = _run_page(run.name, read_metrics(run / METRICS_FILE), manifest)
         else:
             raise ConfigError(
                 f"report: {run} holds neither {DEMO_FILE} nor {METRICS_FILE}. "
@@ -227,9 +227,7 @@ def _demo_page(result: Mapping[str, Any]) -> str:
             "Held-out accuracy before and after training; the thin lines are one standard error each way."
         )
         parts.append(_section("Accuracy", to_svg(accuracy_bars(measured)), caption))
-    hardware, versions = (_flat(result.get(key, "not recorded")) for key in ("hardware", "versions"))
-    footer = f"Hardware: {hardware}. Versions: {versions}."
-    return _page("FP4 rollouts with guided rounding", parts, footer)
+    return _page("FP4 rollouts with guided rounding", parts, _footer(result))
 
 
 def _headline(result: Mapping[str, Any]) -> str:
@@ -249,18 +247,15 @@ def _headline(result: Mapping[str, Any]) -> str:
     return text
 
 
-def _run_page(name: str, metrics: Sequence[Mapping[str, Any]]) -> str:
+def _run_page(name: str, metrics: Sequence[Mapping[str, Any]], manifest: Mapping[str, Any]) -> str:
     if not metrics:
         raise ConfigError(f"report: the run {name} has no finished step yet. Wait for the first one.")
     last = metrics[-1]
-    evaluated = [m for m in metrics if ACCURACY_KEY in m]
     rows = [("steps", number(len(metrics))), ("reward, last step", number(last.get(REWARD_KEY), digits=3))]
     rows.append(("mean |d log p|, last step", number(last.get(MISMATCH_KEY))))
-    for label, record in (("first", evaluated[:1]), ("last", evaluated[-1:])):
-        rows += [
-            (f"held-out accuracy, {label}", _share(m.get(ACCURACY_KEY), m.get(ACCURACY_SE_KEY)))
-            for m in record
-        ]
+    for step, found in sorted(manifest.get("evaluations", {}).items(), key=lambda item: int(item[0])):
+        accuracy = _share(found.get("accuracy"), found.get("standard_error"))
+        rows.append((f"held-out accuracy after {step} steps", accuracy))
     parts = [_html_table(Table(title="At a glance", header=("", ""), rows=tuple(rows)))]
     agreement = next((rows for rows in map(_agreement_rows, reversed(metrics)) if rows), [])
     parts += _plots(
@@ -274,7 +269,12 @@ def _run_page(name: str, metrics: Sequence[Mapping[str, Any]]) -> str:
     parts.append(
         _html_table(Table(title="All metrics of the last step", header=("metric", "value"), rows=everything))
     )
-    return _page(f"Run {name}", parts, "")
+    return _page(f"Run {name}", parts, _footer(manifest))
+
+
+def _footer(content: Mapping[str, Any]) -> str:
+    hardware, versions = (_flat(content.get(key, "not recorded")) for key in ("hardware", "versions"))
+    return f"Hardware: {hardware}. Versions: {versions}."
 
 
 def _agreement_rows(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:

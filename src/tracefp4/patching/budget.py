@@ -159,6 +159,16 @@ def decisions_for(shape: ModelShape, rules: PlanRules) -> tuple[ModuleDecision, 
     return decisions
 
 
+def guided_kinds(decision: ModuleDecision, *, num_layers: int, rules: PlanRules) -> tuple[str, ...]:
+    """Return the site kinds of one module that are recorded; empty for bf16 and unguided layers."""
+    if rules.guidance == "none" or rules.mode == "bf16" or not decision.is_quantized:
+        return ()
+    if decision.layer not in guided_layers(rules.layers, num_layers=num_layers):
+        return ()
+    owned = ("k", "v") if decision.kind == "kv" else ("x", "w2")
+    return tuple(kind for kind in rules.sites if kind in owned)
+
+
 def guided_sites(
     shape: ModelShape, decisions: Iterable[ModuleDecision], rules: PlanRules
 ) -> tuple[SiteSize, ...]:
@@ -169,21 +179,18 @@ def guided_sites(
     """
     if rules.guidance == "none" or rules.mode == "bf16":
         return ()
-    layers = set(guided_layers(rules.layers, num_layers=shape.layers))
     sizes = {
-        "x": ("experts", shape.hidden, 1),
-        "k": ("kv", shape.kv_width, 0),
-        "v": ("kv", shape.kv_width, 0),
-        "w2": ("experts", shape.top_k * shape.moe_inter, shape.top_k),
+        "x": (shape.hidden, 1),
+        "k": (shape.kv_width, 0),
+        "v": (shape.kv_width, 0),
+        "w2": (shape.top_k * shape.moe_inter, shape.top_k),
     }
     found = []
     for decision in decisions:
-        if not decision.is_quantized or decision.layer is None or decision.layer not in layers:
-            continue
-        for kind in rules.sites:
-            owner, width, rows = sizes[kind]
-            if owner == decision.kind:
-                found.append(SiteSize(kind=kind, layer=decision.layer, width=width, rows=rows))
+        for kind in guided_kinds(decision, num_layers=shape.layers, rules=rules):
+            assert decision.layer is not None
+            width, rows = sizes[kind]
+            found.append(SiteSize(kind=kind, layer=decision.layer, width=width, rows=rows))
     if not found:
         raise ConfigError(
             f"plan: guidance {rules.guidance!r} selects no site of {shape.name} (sites={list(rules.sites)}, "
@@ -252,6 +259,15 @@ def memory(shape: ModelShape, decisions: Iterable[ModuleDecision], *, context: i
         state=_state_bytes(shape) * batch,
         trainer=total * TRAINER_BYTES_PER_PARAMETER,
     )
+
+
+def needs(memory: Memory) -> dict[str, int]:
+    """Return the bytes that each role needs on one card, by a name for people."""
+    return {
+        "engine, BF16": memory.weights_bf16 + memory.kv_bf16 + memory.state,
+        "engine, FP4 plan": memory.weights_plan + memory.kv_plan + memory.state,
+        "trainer, all on one card": memory.trainer,
+    }
 
 
 def card_bytes(card: str) -> int:
