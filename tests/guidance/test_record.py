@@ -128,6 +128,9 @@ def test_recode_all_equals_recoding_one_by_one():
         assert records_equal(one, many)
     assert recode_all(one_by_one, "mantissa") == one_by_one
     assert recode_all([], "mantissa") == []
+    first, second = recode_all([None, records[0]], "mantissa")
+    assert first is None
+    assert records_equal(second, one_by_one[0])
 
 
 def test_bytes_per_token_are_the_published_ones():

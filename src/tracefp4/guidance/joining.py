@@ -46,25 +46,27 @@ def concat(prompt: Record, completion: Record) -> Record:
     )
 
 
-def recode_all(records: Sequence[Record], codec: str) -> list[Record]:
+def recode_all(records: Sequence[Record | None], codec: str) -> list[Record | None]:
     """Recode many records with one encoding per site; the result is `record.recode(codec)` for each.
 
-    Raises: RecordError if a record has dropped the bits that `codec` needs.
+    None (a trajectory without a record) stays None. Raises: RecordError if a record has dropped the bits that
+    `codec` needs.
     """
-    parts = [(site, part) for record in records for site, part in record.sites.items()]
-    layouts = {(site, part.codec, part.width) for site, part in parts}
-    sites = {site for site, _ in parts}
+    present = [record for record in records if record is not None]
+    layouts = {(site, part.codec, part.width) for record in present for site, part in record.sites.items()}
+    sites = {site for site, _, _ in layouts}
     if any(name != FULL.name for _, name, _ in layouts) or len(layouts) != len(sites):
-        return [record.recode(codec) for record in records]
+        return [None if record is None else record.recode(codec) for record in records]
     target = codec_by_name(codec)
-    recoded: list[dict[Site, SiteRecord]] = [{} for _ in records]
+    recoded: list[dict[Site, SiteRecord]] = [{} for _ in present]
     for site in sorted(sites):
-        held = [(i, record.sites[site]) for i, record in enumerate(records) if site in record.sites]
+        held = [(i, record.sites[site]) for i, record in enumerate(present) if site in record.sites]
         codes = FULL.guide_codes(torch.cat([part.payload for _, part in held]))
         payloads = target.encode(codes).split([part.payload.shape[0] for _, part in held])
         for (i, part), payload in zip(held, payloads, strict=True):
             recoded[i][site] = replace(part, codec=codec, payload=payload)
-    return [replace(record, sites=new) for record, new in zip(records, recoded, strict=True)]
+    done = iter([replace(record, sites=new) for record, new in zip(present, recoded, strict=True)])
+    return [None if record is None else next(done) for record in records]
 
 
 def records_equal(first: Record, second: Record) -> bool:
