@@ -1,9 +1,10 @@
 """Which page sits in which frame, and who still needs it: accounting only, no tensors.
 
-A *page* is logical: the K and V of page_size consecutive positions of some token sequence. A *frame* is a place in the
-pool. A page is listed by `holders` page tables; `users` of them belong to sequences that are running. A page without
-users but with holders is idle: it keeps its frame until someone else needs it, and then moves to host memory with its
-bytes, so what a position's K and V are never changes. A page without holders is gone and its frame is free.
+A *page* is logical: the K and V of page_size consecutive positions of some token sequence. A *frame* is a
+place in the pool. A page is listed by `holders` page tables; `users` of them belong to sequences that are
+running. A page without users but with holders is idle: it keeps its frame until someone else needs it, and
+then moves to host memory with its bytes, so what a position's K and V are never changes. A page without
+holders is gone and its frame is free.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class PageAllocator:
         self, num_pages: int, *, save: Callable[[int], Any], load: Callable[[int, Any], None]
     ) -> None:
         if num_pages < 1:
-            raise ConfigError(f"A KV pool needs pages; got num_pages {num_pages}. At least 1. Raise num_pages.")
+            raise ConfigError(
+                f"A KV pool needs pages; got num_pages {num_pages}. At least 1. Raise num_pages."
+            )
         self.num_pages = num_pages
         self.peak_pages = 0
         """Most frames that were ever in use at once."""
@@ -110,7 +113,8 @@ class PageAllocator:
         return frame
 
     def _move_out(self) -> None:
-        """Move the page that has been idle longest to host memory; it belongs to the youngest sequence that rests."""
+        """Move the page that has been idle longest to host memory; it belongs to the youngest sequence that
+        rests."""
         assert self._idle, "callers ask num_available first"
         page = next(iter(self._idle))
         del self._idle[page]

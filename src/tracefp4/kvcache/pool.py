@@ -1,8 +1,8 @@
 """The bytes of K and V: per layer FP4 codes with E4M3 block scales, or bf16 values where the plan says so.
 
-Layout of one layer's K (and V): head-first pages, see `ops.kv_append`. K is stored after RoPE. The outer scale is one
-static power of two per layer and K/V, so a position's bytes depend on that position alone. One frame more than asked
-for exists: the null frame, always zero, which pads page tables.
+Layout of one layer's K (and V): head-first pages, see `ops.kv_append`. K is stored after RoPE. The outer
+scale is one static power of two per layer and K/V, so a position's bytes depend on that position alone. One
+frame more than asked for exists: the null frame, always zero, which pads page tables.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class CacheShape:
     def __post_init__(self) -> None:
         wrong = {n: v for n in self.__slots__ if (v := getattr(self, n)) < 1}
         if wrong:
-            raise ConfigError(f"A KV pool has positive sizes; got {wrong}. At least 1 each. Correct the engine's sizes.")
+            raise ConfigError(
+                f"A KV pool has positive sizes; got {wrong}. At least 1 each. Correct the engine's sizes."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +74,9 @@ class KVPool:
         # operations are then a few copies, however many layers there are.
         num_fp4 = sum(layer.kv is not None for layer in precision)
         self._packed = self._new_store(num_fp4, shape.head_dim // 2, torch.uint8)
-        self._block_scales = self._new_store(num_fp4, shape.head_dim // _block_size(shape, precision), torch.uint8)
+        self._block_scales = self._new_store(
+            num_fp4, shape.head_dim // _block_size(shape, precision), torch.uint8
+        )
         dtype = torch.bfloat16 if is_bf16 else arithmetic.torch_dtype
         self._plain = self._new_store(len(precision) - num_fp4, shape.head_dim, dtype)
         self.layers = self._layer_pages(precision)
@@ -88,7 +92,8 @@ class KVPool:
         return self.page_bytes * (self.shape.num_pages + 1)
 
     def clear(self, frame: int) -> None:
-        """Make a frame read back as zeros (scale byte 0), so that nothing of its last page, NaN least of all, remains."""
+        """Make a frame read back as zeros (scale byte 0), so that nothing of its last page, NaN least of
+        all, remains."""
         for store in (self._block_scales, self._plain):
             store[:, :, :, frame] = 0
 
@@ -146,9 +151,9 @@ def _block_size(shape: CacheShape, precision: Sequence[LayerPrecision]) -> int:
         block_size = layer.kv.block_size
         if layer.kv.outer != "static" or shape.head_dim % block_size:
             raise ConfigError(
-                f"FP4 keys and values need a static outer scale and blocks along the head dimension; got scheme "
-                f"{layer.kv.name} and head_dim {shape.head_dim}. head_dim must be a multiple of {block_size}. "
-                "Use NVFP4_KV, or keep the KV cache in bf16 for this model."
+                "FP4 keys and values need a static outer scale and blocks along the head dimension; got "
+                f"scheme {layer.kv.name} and head_dim {shape.head_dim}. head_dim must be a multiple of "
+                f"{block_size}. Use NVFP4_KV, or keep the KV cache in bf16 for this model."
             )
         return block_size
     return shape.head_dim

@@ -1,7 +1,8 @@
-"""One sequence's pages in order: growing, sharing with siblings, copying before a write, leaving and coming back.
+"""One sequence's pages in order: growing, sharing with siblings, copying before a write, leaving and coming
+back.
 
-Every change that can need frames has a question beside it (`num_frames_to_...`) that changes nothing, so the scheduler
-decides before it acts. Running out of frames inside an action is a programming error.
+Every change that can need frames has a question beside it (`num_frames_to_...`) that changes nothing, so the
+scheduler decides before it acts. Running out of frames inside an action is a programming error.
 """
 
 from __future__ import annotations
@@ -43,18 +44,21 @@ class PageTable:
         return [-1 if page.frame is None else page.frame for page in self.pages]
 
     def num_frames_to_resume(self) -> int:
-        """Frames that `resume` takes from the allocator's available ones: idle pages stop being available too."""
+        """Frames that `resume` takes from the allocator's available ones: idle pages stop being available
+        too."""
         if self.is_resident:
             return 0
         return sum(page.frame is None or self._allocator.is_idle(page) for page in self.pages)
 
     def num_frames_to_write(self, begin: int, end: int) -> int:
-        """Frames that `prepare_write(begin, end)` takes: new pages, and one copy if `begin` is on a shared page."""
+        """Frames that `prepare_write(begin, end)` takes: new pages, and one copy if `begin` is on a shared
+        page."""
         num_new = max(0, -(-end // self._page_size) - len(self.pages))
         return num_new + self._is_shared_at(begin)
 
     def prepare_write(self, begin: int, end: int) -> None:
-        """Make positions begin .. end-1 writable: copy the page of `begin` if it is shared, then append pages."""
+        """Make positions begin .. end-1 writable: copy the page of `begin` if it is shared, then append
+        pages."""
         if self._is_shared_at(begin):
             self._own(begin // self._page_size)
         while len(self.pages) * self._page_size < end:

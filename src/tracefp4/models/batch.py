@@ -1,7 +1,9 @@
-"""One pass's tokens as the model sees them: flat rows, and segments that say which rows attend to which pages.
+"""One pass's tokens as the model sees them: flat rows, and segments that say which rows attend to which
+pages.
 
-All index tensors are built once per pass and used by every layer. A segment is a rectangle: B sequences with Q queries
-each. Decoding sequences form one with Q = 1; prefill chunks of similar length share one, padded to the longest.
+All index tensors are built once per pass and used by every layer. A segment is a rectangle: B sequences with
+Q queries each. Decoding sequences form one with Q = 1; prefill chunks of similar length share one, padded to
+the longest.
 """
 
 from dataclasses import dataclass

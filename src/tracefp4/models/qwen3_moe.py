@@ -1,15 +1,17 @@
 """Qwen3-MoE for the engine: a flat batch of tokens through paged FP4 attention and FP4 experts.
 
-R is rounding to bf16, applied where a bf16 kernel writes its output (and nowhere when the arithmetic does not emulate
-bf16). Per layer, with n the normed residual stream h:
+R is rounding to bf16, applied where a bf16 kernel writes its output (and nowhere when the arithmetic does
+not emulate bf16). Per layer, with n the normed residual stream h:
 
     q, k, v = R(n Wq), R(n Wk), R(n Wv);  q, k = R(norm(q)), R(norm(k));  q, k = R(rope(q)), R(rope(k))
     K, V -> FP4 -> pages;   a = R(attention(q, pages));   h = R(h + R(a Wo))
-    n = R(norm(h));  ids = top-k of R(n Wg);  w = R(softmax over all experts at ids, renormalised if configured)
-    x^ = Q(n);  g, u = R(x^ W13^);  m = R(R(silu(g)) * u);  m^ = Q(m);  y = R(m^ W2^);  h = R(h + R(sum_j w_j y_j))
+    n = R(norm(h));  ids = top-k of R(n Wg);  w = R(softmax over all experts, at ids, renormalised if asked)
+    x^ = Q(n);  g, u = R(x^ W13^);  m = R(R(silu(g)) * u);  m^ = Q(m);  y = R(m^ W2^)
+    h = R(h + R(sum_j w_j y_j))
 
-Attention reads pages only, also inside one prefill chunk. Rounding and routing go through the guidance session, which
-records them when one is open. The trainer computes the same function through transformers' modules.
+Attention reads pages only, also inside one prefill chunk. Rounding and routing go through the guidance
+session, which records them when one is open. The trainer computes the same function through transformers'
+modules.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Qwen3MoeEngineModel:
     Args:
         config: transformers Qwen3MoeConfig.
         state: state dict of transformers' Qwen3MoeForCausalLM, names as in memory (experts fused).
-        precision: one LayerPrecision per decoder layer; a dense layer's `activation` and `weight` must be None.
+        precision: one LayerPrecision per decoder layer; a dense layer's `activation` and `weight` must be
+            None.
         arithmetic: compute dtype and rounding points.
 
     Raises: ConfigError if the config is not supported or precision or state do not fit it.
@@ -68,10 +71,11 @@ class Qwen3MoeEngineModel:
 
     @torch.no_grad()
     def forward(self, batch: TokenBatch, pool: KVPool) -> Tensor:
-        """Run one pass: append K and V of every token to the pages, return logits [M, V] of `batch.logit_rows`.
+        """Run one pass: append K and V of every token to the pages, return logits [M, V] of
+        `batch.logit_rows`.
 
-        T = 0 is not allowed. Row results do not depend on which other rows are in the batch, up to the order of
-        accumulation inside matmuls.
+        T = 0 is not allowed. Row results do not depend on which other rows are in the batch, up to the order
+        of accumulation inside matmuls.
         """
         h = self.weights["model.embed_tokens.weight"].index_select(0, batch.token_ids)
         cos, sin = self._rotary.rows(batch.positions)
@@ -138,25 +142,28 @@ class Qwen3MoeEngineModel:
 
     def _experts(self, layer: int, n: Tensor) -> Tensor:
         """Routed experts [T, hidden]."""
-        name, top_k, precision = f"model.layers.{layer}.mlp", self.sizes.top_k, self.precision[layer]
+        name, top_k = f"model.layers.{layer}.mlp", self.sizes.top_k
         logits = self._linear(n, f"{name}.gate.weight")
         ids = route_site(layer, logits, top_k=top_k)
         expert_weights = self._expert_weights(logits, ids)
+        # From here on the rows are (token, slot) pairs: token-major at rounding sites, sorted by expert in matmuls.
         sorted_ids, order = torch.sort(ids.reshape(-1), stable=True)
         group_sizes = torch.bincount(sorted_ids, minlength=self.sizes.num_experts)
-        x = n
-        if precision.activation is not None:
-            x = round_site(n, site=Site("x", layer), scheme=precision.activation).values
-        middle = grouped_matmul(x[order // top_k], self.weights[f"{name}.experts.gate_up_proj"], group_sizes)
-        gate, up = self._round(middle).chunk(2, dim=-1)
-        m = self._round(self._round(silu(gate)).mul_(up))
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.shape[0], device=order.device)
-        if precision.activation is not None:  # the site's rows are token-major (token, slot)
-            m = round_site(m[inverse], site=Site("w2", layer), scheme=precision.activation).values[order]
+        x = self._activation("x", layer, n).index_select(0, order // top_k)
+        x = self._round(grouped_matmul(x, self.weights[f"{name}.experts.gate_up_proj"], group_sizes))
+        gate, up = x.index_select(0, inverse).chunk(2, dim=-1)
+        m = self._round(self._round(silu(gate)).mul_(up))
+        m = self._activation("w2", layer, m).index_select(0, order)
         y = self._round(grouped_matmul(m, self.weights[f"{name}.experts.down_proj"], group_sizes))
-        y = y[inverse].view(n.shape[0], top_k, -1).mul_(expert_weights[..., None])
+        y = y.index_select(0, inverse).view(n.shape[0], top_k, -1).mul_(expert_weights[..., None])
         return self._round(y.sum(dim=1))
+
+    def _activation(self, kind: SiteKind, layer: int, x: Tensor) -> Tensor:
+        """Round x [N, K] at a site, if the layer does."""
+        scheme = self.precision[layer].activation
+        return x if scheme is None else round_site(x, site=Site(kind, layer), scheme=scheme).values
 
     def _expert_weights(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Combination weights [T, J]: softmax over all experts, in fp32 or wider, at the chosen ids."""
@@ -192,13 +199,14 @@ class Qwen3MoeEngineModel:
     def _check_precision(self) -> None:
         if len(self.precision) != self.sizes.num_layers:
             raise ConfigError(
-                f"Every layer needs a precision; got {len(self.precision)} for {self.sizes.num_layers} layers. "
-                "One LayerPrecision per decoder layer, BF16_LAYER where nothing is quantized. Pass the plan's tuple."
+                f"Every layer needs a precision; got {len(self.precision)} for {self.sizes.num_layers} "
+                "layers. One LayerPrecision per decoder layer, BF16_LAYER where nothing is quantized. Pass "
+                "the plan's tuple."
             )
         for layer in sorted(self.sizes.dense_layers):
             found = self.precision[layer]
             if found.activation is not None or found.weight is not None:
                 raise ConfigError(
-                    f"Layer {layer} is a dense MLP and has no experts to quantize; got activation and weight schemes "
-                    "for it. Only `kv` may be set there. Exclude the layer's experts in the plan."
+                    f"Layer {layer} is a dense MLP and has no experts to quantize; got activation and weight "
+                    "schemes for it. Only `kv` may be set there. Exclude the layer's experts in the plan."
                 )

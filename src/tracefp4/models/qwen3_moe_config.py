@@ -1,6 +1,8 @@
-"""What the engine needs to know of a Qwen3-MoE checkpoint: sizes and tensor names, with everything unsupported refused.
+"""What the engine needs to know of a Qwen3-MoE checkpoint: sizes and tensor names, with everything
+unsupported refused.
 
-The source is a transformers `Qwen3MoeConfig`; only its attributes are read, so transformers is not imported here.
+The source is a transformers `Qwen3MoeConfig`; only its attributes are read, so transformers is not imported
+here.
 """
 
 from __future__ import annotations
@@ -55,11 +57,17 @@ class Qwen3MoeSizes:
         if not self.ties_embeddings:
             found["lm_head.weight"] = (self.vocab_size, self.hidden_size)
         for layer in range(self.num_layers):
-            found |= {f"model.layers.{layer}.{name}": shape for name, shape in self._layer_shapes(layer).items()}
+            found |= {
+                f"model.layers.{layer}.{name}": shape for name, shape in self._layer_shapes(layer).items()
+            }
         return found
 
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden, query, kv = (
+            self.hidden_size,
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
         shapes: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (hidden,),
             "self_attn.q_proj.weight": (query, hidden),
@@ -86,8 +94,9 @@ class Qwen3MoeSizes:
 def read_sizes(config: Any) -> Qwen3MoeSizes:
     """Read a transformers Qwen3MoeConfig.
 
-    Raises: ConfigError for another architecture, a rope type other than `default`, sliding windows, attention biases or
-        an activation other than silu: each would make the engine compute another function than the trainer.
+    Raises: ConfigError for another architecture, a rope type other than `default`, sliding windows,
+        attention biases or an activation other than silu: each would make the engine compute another
+        function than the trainer.
     """
     _refuse_unsupported(config)
     dense = set(config.mlp_only_layers or ())
@@ -124,6 +133,6 @@ def _refuse_unsupported(config: Any) -> None:
     ):
         if found != allowed:
             raise ConfigError(
-                f"The engine does not implement this model; got {name} = {found!r}. Only {allowed!r} is supported. "
-                "Use a model without it, or an engine adapter that supports it."
+                f"The engine does not implement this model; got {name} = {found!r}. Only {allowed!r} is "
+                "supported. Use a model without it, or an engine adapter that supports it."
             )

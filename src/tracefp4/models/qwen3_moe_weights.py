@@ -1,8 +1,8 @@
 """The engine's copy of the weights: loaded by name, replaced in place, experts quantized once per version.
 
-Weights are rounded to bf16 (what a bf16 checkpoint holds) and kept in the compute dtype. Expert matrices that a plan
-quantizes are kept as their dequantized FP4 values: with power-of-two outer scales a matmul over them multiplies exactly
-the numbers that an FP4 kernel would.
+Weights are rounded to bf16 (what a bf16 checkpoint holds) and kept in the compute dtype. Expert matrices
+that a plan quantizes are kept as their dequantized FP4 values: with power-of-two outer scales a matmul over
+them multiplies exactly the numbers that an FP4 kernel would.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Qwen3MoeWeights:
         self._precision = precision
         self._arithmetic = arithmetic
         self._dtype: torch.dtype = arithmetic.torch_dtype
-        self._tensors = {name: torch.empty(shape, dtype=self._dtype) for name, shape in sizes.shapes().items()}
+        self._tensors = {
+            name: torch.empty(shape, dtype=self._dtype) for name, shape in sizes.shapes().items()
+        }
         self.num_quantizations = 0
         """Expert matrices quantized so far; once per version and matrix."""
 
@@ -61,14 +63,15 @@ class Qwen3MoeWeights:
         missing, unexpected = sorted(self._tensors.keys() - given), sorted(given - self._tensors.keys())
         if missing or unexpected:
             raise ConfigError(
-                f"The state dict does not fit the model; missing {missing}, unexpected {unexpected}. Names must be "
-                "those of transformers' Qwen3MoeForCausalLM.state_dict(), experts fused. Pass the whole state dict."
+                f"The state dict does not fit the model; missing {missing}, unexpected {unexpected}. Names "
+                "must be those of transformers' Qwen3MoeForCausalLM.state_dict(), experts fused. Pass the "
+                "whole state dict."
             )
         for name, tensor in self._tensors.items():
             if state[name].shape != tensor.shape:
                 raise ConfigError(
-                    f"The state dict does not fit the model; got {name} of shape {tuple(state[name].shape)}. Expected "
-                    f"{tuple(tensor.shape)}. Use the config of the model that the weights come from."
+                    f"The state dict does not fit the model; got {name} of shape {tuple(state[name].shape)}. "
+                    f"Expected {tuple(tensor.shape)}. Use the config of the model that the weights come from."
                 )
         self._check_tied(state)
 
@@ -98,6 +101,7 @@ class Qwen3MoeWeights:
         is_tied_copy = self._sizes.ties_embeddings and HEAD in state
         if is_tied_copy and not torch.equal(state[HEAD], state[EMBEDDING]):
             raise ConfigError(
-                f"The model ties its head to its embedding; got a {HEAD} that differs from {EMBEDDING}. They must be "
-                "equal. Untie them in the config (tie_word_embeddings = false), or tie the weights again."
+                f"The model ties its head to its embedding; got a {HEAD} that differs from {EMBEDDING}. They "
+                "must be equal. Untie them in the config (tie_word_embeddings = false), or tie the weights "
+                "again."
             )

@@ -1,7 +1,7 @@
 """Rotary position embedding, default type: tables grown on demand, and the rotation itself.
 
-Angle of position p and pair i: p * theta^(-2i/D), computed in float32 as transformers does; cos and sin are rounded to
-bf16 where bf16 is emulated. Pairs are (i, i + D/2).
+Angle of position p and pair i: p * theta^(-2i/D), computed in float32 as transformers does; cos and sin are
+rounded to bf16 where bf16 is emulated. Pairs are (i, i + D/2).
 """
 
 import torch

@@ -27,7 +27,8 @@ class SamplingParams:
     n: int = 1
     """Completions per prompt; the prompt is computed once for all of them."""
     seed: int = 0
-    """With prompt index, sample index and position it determines every draw, whatever else is in the batch."""
+    """With prompt index, sample index and position it determines every draw, whatever else is in the
+    batch."""
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends a completion and is its last token."""
 
@@ -41,7 +42,8 @@ class SamplingParams:
         ):
             if not is_valid:
                 raise ConfigError(
-                    f"SamplingParams.{name} cannot be {getattr(self, name)!r}. Allowed: {allowed}. Correct the value."
+                    f"SamplingParams.{name} cannot be {getattr(self, name)!r}. Allowed: {allowed}. Correct "
+                    "the value."
                 )
 
     @property
@@ -63,15 +65,16 @@ class Completion:
     token_ids: list[int]
     """C sampled token ids, a stop token included."""
     logprobs: list[float]
-    """[C], natural log of the probability with which each token was drawn: after temperature, top-k and top-p. Greedy:
-    the log-probability at temperature 1, which is not a sampling density and must not enter an importance weight."""
+    """[C], natural log of the probability with which each token was drawn: after temperature, top-k and
+    top-p. Greedy: the log-probability at temperature 1, which is not a sampling density and must not enter
+    an importance weight."""
     finish_reason: FinishReason
     """`stop`: a stop token was sampled; `length`: max_tokens reached; `abort`: the request was aborted."""
     weight_versions: list[int]
     """[C], version of the weights whose logits each token was drawn from."""
     record: Record | None
-    """Rounding decisions for the P + C - 1 positions that were inputs (abort: those computed); None means that the
-    engine does not record, or that nothing was computed."""
+    """Rounding decisions for the P + C - 1 positions that were inputs (abort: those computed); None means
+    that the engine does not record, or that nothing was computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +109,8 @@ class Engine(Protocol):
         """Counters since the engine was made."""
 
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
-        """Complete every prompt n times; the outer list follows the prompts, the inner one the sample index."""
+        """Complete every prompt n times; the outer list follows the prompts, the inner one the sample
+        index."""
 
     def update_weights(self, state: Mapping[str, Tensor], *, version: int) -> None:
         """Replace all weights; `version` must be larger than the current one."""

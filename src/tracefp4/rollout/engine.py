@@ -1,7 +1,7 @@
 """The local engine: continuous batching over FP4 pages, one small step at a time, recording what it rounds.
 
-`step` is the whole story: choose what runs, run it, draw tokens, hand back what finished. Requests join and leave
-between any two steps. `generate` submits a list of prompts and steps until all are done.
+`step` is the whole story: choose what runs, run it, draw tokens, hand back what finished. Requests join and
+leave between any two steps. `generate` submits a list of prompts and steps until all are done.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tracefp4.errors import ConfigError
@@ -23,9 +22,9 @@ from tracefp4.models.qwen3_moe import Qwen3MoeEngineModel
 from tracefp4.rollout.completion import Completion, EngineStats, SamplingParams
 from tracefp4.rollout.recorder import Recorder, default_sites
 from tracefp4.rollout.runner import Runner
-from tracefp4.rollout.sampler import DrawBatch, draw
+from tracefp4.rollout.sampler import sample
 from tracefp4.rollout.scheduler import Scheduler
-from tracefp4.rollout.sequence import Draw, Request, Sequence
+from tracefp4.rollout.sequence import Request, Sequence
 
 
 @dataclass(eq=False)
@@ -55,7 +54,8 @@ class LocalEngine:
     page_size: int = 16
     """Positions per page."""
     records: bool | tuple[Site, ...] = True
-    """Sites to record, beside the routing of every layer; True: x, k and v wherever they are quantized; False: nothing."""
+    """Sites to record, beside the routing of every layer; True: x, k and v wherever they are quantized;
+    False: nothing."""
     weight_version: int = 0
     """Version of the weights in use; changes only through `update_weights`."""
 
@@ -102,7 +102,8 @@ class LocalEngine:
         Returns:
             [len(prompts)][n], in the order of prompts and sample indices.
 
-        Raises: ConfigError for a prompt that is empty, has unknown ids, or can never fit; then nothing was queued.
+        Raises: ConfigError for a prompt that is empty, has unknown ids, or can never fit; then nothing was
+            queued.
         """
         for prompt in prompts:
             self._check_prompt(prompt)
@@ -133,19 +134,22 @@ class LocalEngine:
         return request.request_id
 
     def step(self) -> list[Sequence]:
-        """Run one pass; returns the sequences that finished in it (`take_finished` gives their completions)."""
+        """Run one pass; returns the sequences that finished in it (`take_finished` gives their
+        completions)."""
         started = time.perf_counter()
         works = self._scheduler.schedule()
         logits, log_row = self._runner.run(works)
         draws = self._scheduler.advance(works, version=self.weight_version, first_log_row=log_row)
-        finished = self._scheduler.accept(draws, *self._draw(logits, draws))
+        finished = self._scheduler.accept(draws, *sample(logits, draws))
         self._finished += finished
         self._count(sum(w.count for w in works if w.start < w.sequence.num_prompt), len(draws), started)
         return finished
 
     def take_finished(self) -> list[Completion]:
         """Hand over every finished completion, oldest request first, and forget them."""
-        return [completion for _, completion in self._complete({s.request.request_id for s in self._finished})]
+        return [
+            completion for _, completion in self._complete({s.request.request_id for s in self._finished})
+        ]
 
     def abort(self, request_id: int) -> None:
         """End a request now; its samples finish with reason `abort` and the records of what was computed.
@@ -163,30 +167,16 @@ class LocalEngine:
             state: as at construction; names and shapes must be exactly the model's.
             version: larger than the current one.
 
-        Raises: ConfigError for a version that does not increase, or a state dict that does not fit; nothing changed then.
+        Raises: ConfigError for a version that does not increase, or a state dict that does not fit; nothing
+            changed then.
         """
         if version <= self.weight_version:
             raise ConfigError(
-                f"Weight versions only increase; got version {version} after {self.weight_version}. Allowed is "
-                f"{self.weight_version + 1} or more. Count versions in one place, the trainer."
+                f"Weight versions only increase; got version {version} after {self.weight_version}. Allowed "
+                f"is {self.weight_version + 1} or more. Count versions in one place, the trainer."
             )
         self._model.weights.load(state)
         self.weight_version = version
-
-    def _draw(self, logits: Tensor, draws: list[Draw]) -> tuple[list[int], list[float]]:
-        """Token ids and log-probs of the draws."""
-        if not draws:
-            return [], []
-        params = [d.sequence.request.params for d in draws]
-        batch = DrawBatch(
-            keys=torch.tensor([d.sequence.noise_key for d in draws]),
-            positions=torch.tensor([len(d.sequence.ids) for d in draws]),
-            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float64),
-            top_k=torch.tensor([p.top_k for p in params]),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
-        )
-        tokens, logprobs = draw(logits[torch.tensor([d.logit_row for d in draws])], batch)
-        return tokens.tolist(), logprobs.tolist()
 
     def _complete(self, request_ids: Iterable[int]) -> list[tuple[int, Completion]]:
         """Turn the finished sequences of some requests into completions, with their request ids."""
@@ -199,7 +189,7 @@ class LocalEngine:
             if not self._finished and not self.has_work:
                 self._recorder.forget()
         return [
-            (sequence.request.request_id, _completion(sequence, record))
+            (sequence.request.request_id, sequence.completion(record))
             for sequence, record in zip(taken, records, strict=True)
         ]
 
@@ -226,8 +216,9 @@ class LocalEngine:
         if not prompt or not all(0 <= token < vocab_size for token in prompt):
             unknown = sorted({token for token in prompt if not 0 <= token < vocab_size})[:8]
             raise ConfigError(
-                f"A prompt needs at least one token, all of the vocabulary; got {len(prompt)} tokens, unknown ids "
-                f"{unknown}. Ids lie in 0..{vocab_size - 1}. Check the tokenizer, or add a start token."
+                f"A prompt needs at least one token, all of the vocabulary; got {len(prompt)} tokens, "
+                f"unknown ids {unknown}. Ids lie in 0..{vocab_size - 1}. Check the tokenizer, or add a start "
+                "token."
             )
 
     def _new_recorder(self) -> Recorder | None:
@@ -248,19 +239,3 @@ class LocalEngine:
             max_batch=self.max_batch,
             max_tokens_per_step=self.max_tokens_per_step,
         )
-
-
-def _completion(sequence: Sequence, record: Record | None) -> Completion:
-    assert sequence.finish_reason is not None
-    num_prompt = sequence.num_prompt
-    # token i was drawn from the logits of position P - 1 + i
-    return Completion(
-        prompt_index=sequence.request.prompt_index,
-        sample_index=sequence.sample_index,
-        prompt_ids=list(sequence.request.prompt_ids),
-        token_ids=sequence.ids[num_prompt:],
-        logprobs=sequence.logprobs,
-        finish_reason=sequence.finish_reason,
-        weight_versions=sequence.versions[num_prompt - 1 :],
-        record=record,
-    )

@@ -1,8 +1,8 @@
 """What the engine keeps of its roundings: which sites, which rows of the step log, and a record per sequence.
 
-The log keeps every pass whole; a sequence keeps the log row of each of its positions, so a prompt shared by n samples
-is logged once, and a sequence that rested needs nothing. K and V need no second look: their codes in the log are the
-bytes that went to the pages, and pages never change.
+The log keeps every pass whole; a sequence keeps the log row of each of its positions, so a prompt shared by
+n samples is logged once, and a sequence that rested needs nothing. K and V need no second look: their codes
+in the log are the bytes that went to the pages, and pages never change.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def default_sites(precision: Sequence[LayerPrecision]) -> tuple[Site, ...]:
 
 
 def scheme_digest(precision: Sequence[LayerPrecision]) -> str:
-    """Digest of the schemes in force, joined in the order activation, weight, kv; equal to a plan's for its layers."""
+    """Digest of the schemes in force, joined in the order activation, weight, kv; equal to a plan's for its
+    layers."""
     layer = next((found for found in precision if found != BF16_LAYER), BF16_LAYER)
     schemes = (layer.activation, layer.weight, layer.kv)
     return "-".join("bf16" if scheme is None else scheme.digest for scheme in schemes)
@@ -55,13 +56,20 @@ class Recorder:
     """
 
     def __init__(
-        self, sites: Sequence[Site], *, sizes: Qwen3MoeSizes, precision: Sequence[LayerPrecision], plan_digest: str
+        self,
+        sites: Sequence[Site],
+        *,
+        sizes: Qwen3MoeSizes,
+        precision: Sequence[LayerPrecision],
+        plan_digest: str,
     ) -> None:
         unknown = sorted(set(sites) - set(recordable_sites(precision)))
         if unknown:
             raise ConfigError(
-                f"The engine cannot record sites that it does not round; got {[str(site) for site in unknown]}. Allowed "
-                f"are {[str(site) for site in recordable_sites(precision)]}. Give it the sites of the plan it runs."
+                "The engine cannot record sites that it does not round; got "
+                f"{[str(site) for site in unknown]}. Allowed are "
+                f"{[str(site) for site in recordable_sites(precision)]}. Give it the sites of the plan it "
+                "runs."
             )
         self.sites = tuple(sites)
         self._sizes = sizes

@@ -39,8 +39,8 @@ class Runner:
             works: at least one, shortest first.
 
         Returns:
-            (logits, first log row): logits [M, V], one row for every work that draws, in order; the first log row is
-            None when nothing is recorded.
+            (logits, first log row): logits [M, V], one row for every work that draws, in order; the first
+            log row is None when nothing is recorded.
         """
         batch = build_batch(works, pool=self._pool)
         if self._recorder is None:

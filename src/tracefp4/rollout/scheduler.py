@@ -1,9 +1,10 @@
-"""Who runs next: requests wait, join the running batch when pages and places allow, and give way when pages run out.
+"""Who runs next: requests wait, join the running batch when pages and places allow, and give way when pages
+run out.
 
-Older sequences come first everywhere. A pass holds every decoding sequence (one token each) and then prompt chunks up
-to the token budget. When a decoding sequence needs a page and none is available, the youngest running sequence rests:
-its pages may move to host memory and come back with the same bytes, because the K and V of a position never change and
-a recomputation could round differently. Nothing is ever recomputed.
+Older sequences come first everywhere. A pass holds every decoding sequence (one token each) and then prompt
+chunks up to the token budget. When a decoding sequence needs a page and none is available, the youngest
+running sequence rests: its pages may move to host memory and come back with the same bytes, because the K
+and V of a position never change and a recomputation could round differently. Nothing is ever recomputed.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class Scheduler:
     ) -> None:
         if not 1 <= max_batch <= max_tokens_per_step:
             raise ConfigError(
-                f"Engine limits out of range; got max_batch {max_batch} and max_tokens_per_step {max_tokens_per_step}. "
-                "max_batch is at least 1 and at most max_tokens_per_step. Raise max_tokens_per_step."
+                f"Engine limits out of range; got max_batch {max_batch} and max_tokens_per_step "
+                f"{max_tokens_per_step}. max_batch is at least 1 and at most max_tokens_per_step. Raise "
+                "max_tokens_per_step."
             )
         self.waiting: list[Sequence] = []
         """Oldest first; not resident, or new."""
@@ -73,9 +75,10 @@ class Scheduler:
         needed += params.n > 1 and num_prompt % self._page_size > 0  # its own copy of the shared last page
         if needed > self._allocator.num_pages:
             raise ConfigError(
-                f"A request can never fit into the KV pool; got a prompt of {num_prompt} tokens with max_tokens "
-                f"{params.max_tokens} and n {params.n}, which needs {needed} pages. The pool has "
-                f"{self._allocator.num_pages} pages of {self._page_size} positions. Raise num_pages or lower max_tokens."
+                f"A request can never fit into the KV pool; got a prompt of {num_prompt} tokens with "
+                f"max_tokens {params.max_tokens} and n {params.n}, which needs {needed} pages. The pool has "
+                f"{self._allocator.num_pages} pages of {self._page_size} positions. Raise num_pages or lower "
+                "max_tokens."
             )
         table = self._new_table()
         insort(
@@ -85,7 +88,8 @@ class Scheduler:
         )
 
     def schedule(self) -> list[Work]:
-        """Choose the next pass; every sequence in it is resident and may write its positions. Shortest works first."""
+        """Choose the next pass; every sequence in it is resident and may write its positions. Shortest works
+        first."""
         num_preemptions = self.num_preemptions
         works = self._decode()
         budget = self._max_tokens - len(works)
@@ -96,7 +100,8 @@ class Scheduler:
         return sorted(works, key=attrgetter("count"))
 
     def advance(self, works: Iterable[Work], *, version: int, first_log_row: int | None) -> list[Draw]:
-        """Note what a pass computed; returns the tokens to draw. A prompt's end brings its other samples into being."""
+        """Note what a pass computed; returns the tokens to draw. A prompt's end brings its other samples
+        into being."""
         draws: list[Draw] = []
         logit_row = 0
         for work in works:
@@ -134,7 +139,8 @@ class Scheduler:
         return sorted(found, key=BY_AGE)
 
     def _decode(self) -> list[Work]:
-        """One token for every running sequence past its prompt, oldest first; the youngest rest if pages run out."""
+        """One token for every running sequence past its prompt, oldest first; the youngest rest if pages run
+        out."""
         works = []
         for sequence in [s for s in self.running if s.is_decoding]:
             if sequence.table.is_resident and self._make_room(sequence):
@@ -158,14 +164,15 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, budget: int) -> list[Work]:
-        """Let waiting sequences run, oldest first, while places, pages and tokens last; returns those that decode."""
+        """Let waiting sequences run, oldest first, while places, pages and tokens last; returns those that
+        decode."""
         works: list[Work] = []
         while self.waiting and len(self.running) < self._max_batch and len(works) < budget:
             sequence = self.waiting[0]
             table, begin, end = sequence.table, sequence.num_computed, len(sequence.ids)
             needed = 0 if table.is_resident else table.num_frames_to_resume()
             needed += table.num_frames_to_write(begin, end)
-            spare = len(self.running) // self._page_size  # what the running ones will ask for in the next step
+            spare = len(self.running) // self._page_size  # what the next step's decoding will ask for
             if needed + spare > self._allocator.num_available:
                 break
             self.waiting.pop(0)

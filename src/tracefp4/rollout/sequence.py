@@ -1,12 +1,14 @@
-"""One completion in the making: its tokens, how far it is computed, its pages, and where its decisions were logged."""
+"""One completion in the making: its tokens, how far it is computed, its pages, and where its decisions were
+logged."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tracefp4.guidance.record import Record
 from tracefp4.kvcache.tables import PageTable
-from tracefp4.rollout.completion import FinishReason, SamplingParams
-from tracefp4.rollout.sampler import noise_key
+from tracefp4.rollout.completion import Completion, FinishReason, SamplingParams
+from tracefp4.rollout.noise import noise_key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -25,7 +27,8 @@ class Request:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Sequence:
-    """One sample of a request. Sample 0 computes the prompt; the others fork from it when its last token is done."""
+    """One sample of a request. Sample 0 computes the prompt; the others fork from it when its last token is
+    done."""
 
     request: Request
     """Prompt and parameters."""
@@ -101,6 +104,20 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.logprobs) == self.request.params.max_tokens:
             self.finish_reason = "length"
+
+    def completion(self, record: Record | None) -> Completion:
+        """What the caller gets, once finished."""
+        assert self.finish_reason is not None
+        return Completion(
+            prompt_index=self.request.prompt_index,
+            sample_index=self.sample_index,
+            prompt_ids=list(self.request.prompt_ids),
+            token_ids=self.ids[self.num_prompt :],
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            weight_versions=self.versions[self.num_prompt - 1 :],  # token i is drawn from position P - 1 + i
+            record=record,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

@@ -6,8 +6,8 @@ Pages of one layer and one of K/V are laid out head-first, so that one head's pa
     block_scales  uint8 [C, F, S, D/16]    one E4M3 byte per 16 values along the head dimension
     or, unquantized, one float tensor [C, F, S, D]
 
-C kv heads, F frames, S slots per page, D head dim. Blocks lie inside one token and one head, never across tokens: bytes
-already written cannot change when a later token arrives. Slot number = frame * S + offset.
+C kv heads, F frames, S slots per page, D head dim. Blocks lie inside one token and one head, never across
+tokens: bytes already written cannot change when a later token arrives. Slot number = frame * S + offset.
 """
 
 from torch import Tensor
@@ -22,8 +22,8 @@ def kv_append(pages: BlockTensor | Tensor, rows: BlockTensor | Tensor, *, slots:
 
     Args:
         pages: the layer's K or V pages, layout above; modified in place.
-        rows: [T, C, D] in the same storage: a BlockTensor (packed [T, C, D/2], block_scales [T, C, D/16]) under the
-            pages' scheme and outer scale, or a float tensor (cast to the pages' dtype).
+        rows: [T, C, D] in the same storage: a BlockTensor (packed [T, C, D/2], block_scales [T, C, D/16])
+            under the pages' scheme and outer scale, or a float tensor (cast to the pages' dtype).
         slots: int64 [T], distinct, each in 0 .. F*S-1. T = 0 is allowed and writes nothing.
 
     Raises:
@@ -40,7 +40,8 @@ def kv_append(pages: BlockTensor | Tensor, rows: BlockTensor | Tensor, *, slots:
     else:
         raise FormatError(
             f"Pages and rows must use one kind of storage; got pages {type(pages).__name__} and rows "
-            f"{type(rows).__name__}. Both are BlockTensor (FP4) or both Tensor. Use the precision of the layer's pool."
+            f"{type(rows).__name__}. Both are BlockTensor (FP4) or both Tensor. Use the precision of the "
+            "layer's pool."
         )
 
 
@@ -49,8 +50,9 @@ def _check_scheme(pages: BlockTensor, rows: BlockTensor) -> None:
     expected = (pages.scheme.name, int(pages.exponent))
     if found != expected:
         raise FormatError(
-            f"Rows were quantized under another scheme than the pages; got scheme and outer exponent {found}, the pages "
-            f"hold {expected}. They must be equal. Quantize K and V with the layer's precision."
+            "Rows were quantized under another scheme than the pages; got scheme and outer exponent "
+            f"{found}, the pages hold {expected}. They must be equal. Quantize K and V with the layer's "
+            "precision."
         )
 
 
@@ -58,6 +60,7 @@ def _check_shape(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
     expected = (slots.shape[0], pages.shape[0], pages.shape[3])
     if tuple(rows.shape) != expected:
         raise FormatError(
-            f"Rows do not fit the pages; got shape {tuple(rows.shape)} for {slots.shape[0]} slots and pages of shape "
-            f"{tuple(pages.shape)}. Expected {expected}: tokens, kv heads, row bytes or values. Reshape before appending."
+            f"Rows do not fit the pages; got shape {tuple(rows.shape)} for {slots.shape[0]} slots and pages "
+            f"of shape {tuple(pages.shape)}. Expected {expected}: tokens, kv heads, row bytes or values. "
+            "Reshape before appending."
         )

@@ -1,10 +1,11 @@
 """The definition of kv_attention in plain torch: gather pages, decode them, attend split by split.
 
-Letters: B sequences, Q queries each, H query heads, C kv heads, D head dim, N pages of a table, S slots per page,
-L = N*S key positions. Everything is head-first ([C, B, ...]), so both matmuls are one batched product without copies.
+Letters: B sequences, Q queries each, H query heads, C kv heads, D head dim, N pages of a table, S slots per
+page, L = N*S key positions. Everything is head-first ([C, B, ...]), so both matmuls are one batched product
+without copies.
 
-Codes are decoded a byte at a time: a table of 256 entries holds both E2M1 values of every byte as one 8-byte entry, so
-it stays in the fastest cache and no integer array larger than the byte index is ever made.
+Codes are decoded a byte at a time: a table of 256 entries holds both E2M1 values of every byte as one 8-byte
+entry, so it stays in the fastest cache and no integer array larger than the byte index is ever made.
 """
 
 from functools import lru_cache
@@ -39,7 +40,9 @@ def kv_attention(
     q = q.reshape(num_kv * num_seqs, group * num_queries, head_dim)
     scores = torch.bmm(q, k_CBLD.view(-1, length, head_dim).transpose(1, 2)).mul_(head_dim**-0.5)
     hidden_BQL = torch.arange(length, device=queries.device) > positions[..., None]
-    scores.view(num_kv, num_seqs, group, num_queries, length).masked_fill_(hidden_BQL[None, :, None], -torch.inf)
+    scores.view(num_kv, num_seqs, group, num_queries, length).masked_fill_(
+        hidden_BQL[None, :, None], -torch.inf
+    )
     out = _attend(scores, v_CBLD.view(-1, length, head_dim), rounds_probabilities=rounds_probabilities)
     out = out.view(num_kv, num_seqs, group, num_queries, head_dim).permute(1, 3, 0, 2, 4)
     return out.reshape(num_seqs, num_queries, num_heads, head_dim).to(queries.dtype)
@@ -66,14 +69,14 @@ def read_pages(pages: BlockTensor | Tensor, page_table: Tensor, dtype: torch.dty
     if isinstance(pages, Tensor):
         return _gather(pages, page_table).to(dtype)
     found = _gather(pages.packed, page_table)
-    num_kv, num_seqs, length, _ = found.shape
+    num_kv, num_seqs, length, width = found.shape
     pairs = _pair_table(found.device).index_select(0, found.to(torch.int32).view(-1))
     values = pairs.view(torch.float32).to(dtype)
     scale_bytes = _gather(pages.block_scales, page_table)
     decode_scales = _scale_table(int(pages.exponent), dtype, scale_bytes.device)
     decode_scales = decode_scales.index_select(0, scale_bytes.to(torch.int32).view(-1))
     values.view(-1, BLOCK_SIZE).mul_(decode_scales[:, None])
-    return values.view(num_kv, num_seqs, length, -1)
+    return values.view(num_kv, num_seqs, length, 2 * width)
 
 
 def _gather(pages: Tensor, page_table: Tensor) -> Tensor:
