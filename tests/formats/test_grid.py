@@ -117,6 +117,20 @@ def test_ovf_2_e4m3_casts_saturate(value, byte):
     assert encode_e4m3(torch.tensor([value])).item() == byte
 
 
+def test_ovf_2_the_cast_never_sees_a_value_above_448(monkeypatch):
+    """Some versions saturate in the cast and some give NaN, so the bytes alone cannot show that we clamp."""
+    seen, cast = [], torch.Tensor.to
+
+    def watched(self, *args, **kwargs):
+        if torch.float8_e4m3fn in args:
+            seen.append(self.abs().max().item())
+        return cast(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", watched)
+    encode_e4m3(torch.tensor([1e6, -1e6, float("inf"), 449.0]))
+    assert seen == [448.0]
+
+
 def test_all_e4m3_bytes_decode_to_the_table_and_encode_to_themselves():
     bytes_ = torch.arange(256, dtype=torch.uint8)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):

@@ -134,13 +134,13 @@ CASES = [
     ),
     Golden(
         name="rnd_3_tie_that_a_reciprocal_misses",
-        # s = 11 (0x53): amax 66. 13.75 / 11 = 1.25 is a tie -> 1 (code 2); 19.25 / 11 = 1.75 -> 2 (code 4).
-        # float32: 13.75 * (1 / 11) = 1.2500001 -> code 3.
-        blocks=[[2688.0], [66.0, 13.75, 19.25, -13.75]],
+        # s = 15 (0x57): amax 90. 18.75 / 15 = 1.25 is a tie -> 1 (code 2); 37.5 / 15 = 2.5 -> 2 (code 4).
+        # float32: 18.75 * (1 / 15) = 1.2500001 -> code 3; 37.5 * (1 / 15) = 2.5000002 -> code 5.
+        blocks=[[2688.0], [90.0, 18.75, 37.5, -18.75]],
         exponent=0,
-        block_scales=[0x7E, 0x53],
+        block_scales=[0x7E, 0x57],
         codes=[[7], [7, 2, 4, 10]],
-        values=[[2688.0], [66.0, 11.0, 22.0, -11.0]],
+        values=[[2688.0], [90.0, 15.0, 30.0, -15.0]],
     ),
     Golden(
         name="rnd_6_negative_zero_is_kept",

@@ -24,7 +24,7 @@ from tests.ops.guides import (
 )
 
 from tracefp4.errors import FormatError
-from tracefp4.formats.grid import bracket_e2m1, decode_e2m1, round_e2m1
+from tracefp4.formats.grid import bracket_e2m1, decode_e2m1, decode_e4m3, round_e2m1
 from tracefp4.formats.packing import pack_codes
 from tracefp4.formats.scheme import NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
 from tracefp4.formats.tensor import BlockTensor
@@ -248,6 +248,21 @@ def test_without_a_guide_it_is_quantize_then_dequantize(scheme):
     assert_same_values(got.values, dequantize(t))
     finite = got.values.isfinite()
     assert_bitwise(got.values[finite], dequantize(t)[finite])
+
+
+def test_rnd_3_every_tie_under_every_scale_byte_is_a_tie():
+    """x = tie * scale exactly: a multiplication by a reciprocal misses some of these ties, one division misses none."""
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    scales = decode_e4m3(torch.arange(1, 127, dtype=torch.uint8))
+    x = torch.nn.functional.pad(scales[:, None] * ties, (0, 9))
+    block_scales = torch.arange(1, 127, dtype=torch.uint8)[:, None]
+    guide = dataclasses.replace(
+        unit_guide(x, torch.zeros_like(x), "bracket"),
+        block_scales=block_scales,  # bit 0: the even end, nearest even
+    )
+    got = guided_quantize(x, scheme=NVFP4_ROW_POW2, guide=guide)
+    assert int(got.nearest_changed) == 0
+    assert got.codes[:, :7].tolist() == [[0, 2, 2, 4, 4, 6, 6]] * 126
 
 
 @pytest.mark.parametrize("codec", CODECS)
