@@ -56,6 +56,7 @@ def test_nearest_cell_equals_a_search_over_15_codewords_on_every_boundary(bit):
     got = guided_quantize(
         z, scheme=NVFP4_ROW_POW2, guide=unit_guide(z, torch.full_like(z, bit), "nearest_cell")
     )
+    assert_bitwise(got.values, decode_e2m1(got.codes))  # also at z = +-0, where a bit of 1 gives +-0.5
     expected = [rational.nearest_cell(Fraction(v), str(v).startswith("-"), bit) for v in z.flatten().tolist()]
     assert signed_ordinal(got.codes).flatten().tolist() == expected
 

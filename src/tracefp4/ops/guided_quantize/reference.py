@@ -84,9 +84,8 @@ def guided_quantize_reference(
 def _choose_scales(x_NK: Tensor, scheme: Scheme, guide: Guide | None, exponent: int | None) -> _Scaled:
     magnitude_NK, finite_NG = x_NK.abs(), None
     is_recorded = guide is not None and bool(guide.valid.all())
-    if is_recorded and math.isfinite(
-        x_NK.sum().item()
-    ):  # a finite sum has finite terms: no maxima are needed
+    # A finite sum has finite terms, so the maxima are not needed to find blocks that are not finite.
+    if is_recorded and math.isfinite(x_NK.sum().item()):
         assert guide is not None
         block_scales_NG, outer = guide.block_scales, guide.exponent
         if outer is None:
