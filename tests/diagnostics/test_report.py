@@ -79,7 +79,7 @@ def test_demo_report_is_whole_and_self_contained(demo, tmp_path):
     assert outside == [] and "<script" not in text
     assert "some &lt;cpu&gt;" in text
     assert "7.5 times closer" in text and "0.80 times the difference" in text
-    assert "30.0% +- 2.0%" in text and "+20.0% (+7.1 SE)" in text
+    assert "30.0 +- 2.0%" in text and "+20.0% (7.1 SE)" in text
     assert "<td>2,160</td>" in text
 
 
@@ -140,7 +140,7 @@ def test_run_report_reads_metrics_and_manifest(tmp_path):
     )
     text = render(tmp_path).read_text()
     assert len(_svgs(text)) == 3
-    assert "held-out accuracy after 10 steps</td><td>50.0% +- 2.0%" in text
+    assert "held-out accuracy after 10 steps</td><td>50.0 +- 2.0%" in text
     assert "torch 2.13" in text
     (tmp_path / "manifest.json").unlink()
     assert "not recorded" in render(tmp_path).read_text()

@@ -17,13 +17,13 @@ def decision_table(
     rows = tuple((name, ranges(layers), *key) for name, layers, key in sets)
     return Table(
         title=f"{shape.name}: modules",
-        header=("module", "layers", "precision", "guided sites", "reason"),
+        header=("module", "layers", "precision", "reason"),
         rows=rows,
     )
 
 
-# (precision, guided sites, reason)
-Verdict = tuple[str, str, str]
+# (precision with the guided sites, reason)
+Verdict = tuple[str, str]
 
 
 def _module_sets(
@@ -32,9 +32,10 @@ def _module_sets(
     """Return (modules, layers, verdict): one per module, or equal layers and then equal parents joined."""
     by_name: dict[tuple[str, Verdict], list[int]] = {}
     for d in decisions:
-        guided = ", ".join(guided_kinds(d, num_layers=shape.layers, rules=rules)) or "-"
+        guided = ", ".join(guided_kinds(d, num_layers=shape.layers, rules=rules))
+        precision = "bf16" if not d.is_quantized else f"FP4, guided {guided}" if guided else "FP4"
         name = d.name if is_full or d.layer is None else d.name.split(f".{d.layer}.", 1)[1]
-        verdict = ("FP4" if d.is_quantized else "bf16", guided, d.reason)
+        verdict = (precision, d.reason)
         by_name.setdefault((name, verdict), []).extend([] if d.layer is None else [d.layer])
     if is_full:
         return [(name, tuple(layers), verdict) for (name, verdict), layers in by_name.items()]

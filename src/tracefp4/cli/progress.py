@@ -1,5 +1,6 @@
 """What a person sees while a command runs: one line per step, tables at the end."""
 
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import typer
 
 from tracefp4.diagnostics.report import MISMATCH_KEY, REWARD_KEY, Table, number
+
+_NUMBER = re.compile(r"-|[+-]?[\d.,]+(e[+-]\d+)?(x|%.*| GiB)?")
 
 
 class StepPrinter:
@@ -47,10 +50,14 @@ def print_table(table: Table) -> None:
     from rich.table import Table as RichTable
 
     console = Console()
-    shown = RichTable(box=SIMPLE_HEAD)
+    shown = RichTable(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for index, name in enumerate(table.header):
-        is_number = all(row[index][:1] in "0123456789+-" for row in table.rows)
-        shown.add_column(name, justify="right" if is_number and index else "left", overflow="fold")
+        is_number = all(_NUMBER.fullmatch(row[index]) for row in table.rows)
+        shown.add_column(
+            name,
+            justify="right" if is_number and index else "left",
+            overflow="fold",
+        )
     for row in table.rows:
         shown.add_row(*map(escape, row))
     console.print(f"[bold]{escape(table.title)}[/bold]")

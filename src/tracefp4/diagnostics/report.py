@@ -149,17 +149,17 @@ def _arms_table(arms: Mapping[str, Mapping[str, Any]]) -> Table:
                 label_of(name),
                 _share(arm.get("accuracy_before"), arm.get("accuracy_before_se")),
                 _share(arm.get("accuracy_after"), arm.get("accuracy_after_se")),
-                f"{gain:+.1%} ({gain / error:+.1f} SE)" if error else "-",
+                f"{gain:+.1%} ({gain / error:.1f} SE)" if error else "-",
                 number(arm.get("tokens_per_s")),
                 number(arm.get("bytes_per_token")),
             )
         )
-    header = ("rollout / trainer", "before", "after", "gain", "tokens/s", "bytes/token")
+    header = ("rollout / trainer", "before", "after", "gain", "tokens/s", "B/token")
     caption = (
         "One row per arm: what the rollout computes in, then what the trainer computes in. Accuracy on "
-        "held-out problems, answers decoded greedily and rounded to nearest, as a deployed model would "
-        "be; +- is one standard error, SE in the gain is that of the difference; bytes/token is what a "
-        "record of the rollout's decisions weighs."
+        "held-out problems, answers decoded greedily and rounded to nearest, as a deployed model would be; "
+        "+- is one standard error, SE in the gain is that of the difference; B/token is what a record of the "
+        "rollout's decisions takes."
     )
     return Table(
         title="What each arm learnt: held-out accuracy", header=header, rows=tuple(rows), caption=caption
@@ -177,7 +177,7 @@ def _gain(arm: Mapping[str, Any]) -> tuple[float, float]:
 def _share(value: object, error: object) -> str:
     if not isinstance(value, int | float):
         return "-"
-    return f"{value:.1%} +- {error:.1%}" if isinstance(error, int | float) else f"{value:.1%}"
+    return f"{100 * value:.1f} +- {error:.1%}" if isinstance(error, int | float) else f"{value:.1%}"
 
 
 def _rescore_table(rows: Mapping[str, Mapping[str, Any]], when: str) -> Table:
