@@ -79,7 +79,9 @@ def apply(model: nn.Module, plan: Plan, *, arithmetic: Arithmetic) -> Applied:
         undo.append(lambda m=module: delattr(m, "tracefp4"))  # type: ignore[misc]
         patched.append(name)
     if not patched:
-        raise ConfigError(f"apply: no experts or attention module was found in {plan.architecture}; nothing was patched.")
+        raise ConfigError(
+            f"apply: no experts or attention module was found in {plan.architecture}; nothing was patched."
+        )
     undo += emulate_bf16(model, arithmetic=arithmetic)
     model.tracefp4_applied = True  # type: ignore[assignment]
     undo.append(lambda: delattr(model, "tracefp4_applied"))

@@ -50,7 +50,10 @@ def calibrate_kv(model: nn.Module, plan: Plan, *, input_ids: Tensor, attention_m
             module.tracefp4 = own
     layers = {site.layer for site in seen}
     exponents = {
-        i: (calibrate_exponent(seen[Site(kind="k", layer=i)]), calibrate_exponent(seen[Site(kind="v", layer=i)]))
+        i: (
+            calibrate_exponent(seen[Site(kind="k", layer=i)]),
+            calibrate_exponent(seen[Site(kind="v", layer=i)]),
+        )
         for i in layers
     }
     return plan.with_kv_exponents(exponents)

@@ -56,7 +56,9 @@ class Plan:
     def with_kv_exponents(self, exponents: dict[int, tuple[int, int]]) -> "Plan":
         """Return the plan with calibrated power-of-two outer scales of K and V, layer -> (k, v)."""
         layers = tuple(
-            replace(layer, k_exponent=exponents[i][0], v_exponent=exponents[i][1]) if layer.kv and i in exponents else layer
+            replace(layer, k_exponent=exponents[i][0], v_exponent=exponents[i][1])
+            if layer.kv and i in exponents
+            else layer
             for i, layer in enumerate(self.layers)
         )
         return replace(self, layers=layers, digest="")
@@ -88,7 +90,9 @@ def _digest(plan: Plan) -> str:
     def name(scheme: Scheme | None) -> str:
         return "bf16" if scheme is None else scheme.digest
 
-    layers = [[name(s.activation), name(s.weight), name(s.kv), s.k_exponent, s.v_exponent] for s in plan.layers]
+    layers = [
+        [name(s.activation), name(s.weight), name(s.kv), s.k_exponent, s.v_exponent] for s in plan.layers
+    ]
     text = json.dumps([plan.architecture, layers])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -112,7 +116,9 @@ def plan(model: nn.Module, rules: PlanRules) -> Plan:
         )
     config = model.config
     _check_dimensions(config, rules)
-    names = [n for n, m in model.named_modules() if n and (not any(True for _ in m.children()) or _is_experts(m))]
+    names = [
+        n for n, m in model.named_modules() if n and (not any(True for _ in m.children()) or _is_experts(m))
+    ]
     names = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
     decisions = decide(names, num_layers=config.num_hidden_layers, rules=rules)
     layers = tuple(_layer_precision(i, decisions, rules) for i in range(config.num_hidden_layers))
@@ -123,7 +129,11 @@ def plan(model: nn.Module, rules: PlanRules) -> Plan:
             'Relax the rules, or say mode = "bf16".'
         )
     return Plan(
-        rules=rules, architecture=architecture, decisions=decisions, layers=layers, guided_sites=_guided(layers, rules)
+        rules=rules,
+        architecture=architecture,
+        decisions=decisions,
+        layers=layers,
+        guided_sites=_guided(layers, rules),
     )
 
 

@@ -58,7 +58,9 @@ class PlanRules:
         for kind in self.sites:
             _one_of("sites", kind, SITE_KINDS)
         if self.last_layers_bf16 < 0:
-            raise ConfigError(f"quantization.last_layers_bf16 must be 0 or more; got {self.last_layers_bf16}.")
+            raise ConfigError(
+                f"quantization.last_layers_bf16 must be 0 or more; got {self.last_layers_bf16}."
+            )
         guided_layers(self.layers, num_layers=1)
 
 
@@ -82,7 +84,9 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         near = difflib.get_close_matches(value, allowed, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"quantization.{name}: unknown value {value!r}; allowed: {', '.join(allowed)}.{hint}")
+        raise ConfigError(
+            f"quantization.{name}: unknown value {value!r}; allowed: {', '.join(allowed)}.{hint}"
+        )
 
 
 def guided_layers(rule: str, *, num_layers: int) -> tuple[int, ...]:
@@ -102,7 +106,9 @@ def guided_layers(rule: str, *, num_layers: int) -> tuple[int, ...]:
     head, _, count = rule.partition(":")
     if head == "last" and count.isdigit() and int(count) > 0:
         return tuple(range(max(0, num_layers - int(count)), num_layers))
-    raise ConfigError(f"quantization.layers: unknown rule {rule!r}; allowed: all, last_half, last:N with N >= 1.")
+    raise ConfigError(
+        f"quantization.layers: unknown rule {rule!r}; allowed: all, last_half, last:N with N >= 1."
+    )
 
 
 # Ordered: the first match names the kind. `self_attn` itself stands for its cache; its projections follow.
@@ -174,7 +180,9 @@ def _decide_one(name: str, num_layers: int, rules: PlanRules) -> ModuleDecision:
     return ModuleDecision(name=name, layer=layer, kind=kind, is_quantized=quantized, reason=reason)
 
 
-def _decide_candidate(name: str, kind: str, layer: int | None, num_layers: int, rules: PlanRules) -> tuple[bool, str]:
+def _decide_candidate(
+    name: str, kind: str, layer: int | None, num_layers: int, rules: PlanRules
+) -> tuple[bool, str]:
     if rules.mode == "bf16":
         return False, 'mode = "bf16"'
     pattern = next((p for p in rules.exclude if fnmatchcase(name, p)), None)

@@ -78,7 +78,9 @@ def attention_forward(
         ([B, T, Hq, D], None).
     """
     if dropout:
-        raise ValueError(f"attention dropout {dropout} is refused: a rollout has none. Set attention_dropout to 0.")
+        raise ValueError(
+            f"attention dropout {dropout} is refused: a rollout has none. Set attention_dropout to 0."
+        )
     settings: SiteSettings = module.tracefp4  # type: ignore[assignment]
     emulates = settings.arithmetic.emulates_bf16
     q = round_bf16_(query) if emulates else query

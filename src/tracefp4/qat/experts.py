@@ -101,7 +101,9 @@ class ExpertWeights:
         return round_bf16_(x) if self.arithmetic.emulates_bf16 else x
 
 
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Compute the routed experts of one layer.
 
     Args:
@@ -117,12 +119,16 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     num_tokens, top_k = top_k_index.shape
     ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
     group_sizes = torch.bincount(ids, minlength=int(self.gate_up_proj.shape[0]))  # type: ignore[union-attr]
-    gate, up = state.project(hidden_states, order // top_k, self, "gate_up_proj", group_sizes).chunk(2, dim=-1)
+    gate, up = state.project(hidden_states, order // top_k, self, "gate_up_proj", group_sizes).chunk(
+        2, dim=-1
+    )
     middle = state.round(state.round(nn.functional.silu(gate)) * up)
     # The record's rows are token-major (token, slot); the GEMM's rows are sorted by expert.
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
-    y = state.project(middle.index_select(0, inverse), order, self, "down_proj", group_sizes).index_select(0, inverse)
+    y = state.project(middle.index_select(0, inverse), order, self, "down_proj", group_sizes).index_select(
+        0, inverse
+    )
     y = y.view(num_tokens, top_k, -1) * top_k_weights.reshape(num_tokens, top_k, 1)
     return state.round(y.sum(dim=1))
 

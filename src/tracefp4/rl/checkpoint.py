@@ -43,7 +43,13 @@ class TrainState:
 
 
 def save(
-    parent: Path, *, state: TrainState, model: Any, tokenizer: Any, optimizer: dict[str, Tensor], pending: bytes
+    parent: Path,
+    *,
+    state: TrainState,
+    model: Any,
+    tokenizer: Any,
+    optimizer: dict[str, Tensor],
+    pending: bytes,
 ) -> Path:
     """Write one checkpoint; on failure nothing of it remains and earlier ones are untouched.
 
@@ -57,7 +63,9 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_model(model, tokenizer, temporary)
-        save_file({key: value.contiguous() for key, value in optimizer.items()}, temporary / "optimizer.safetensors")
+        save_file(
+            {key: value.contiguous() for key, value in optimizer.items()}, temporary / "optimizer.safetensors"
+        )
         (temporary / "pending.pt").write_bytes(pending)
         _save_rng(temporary / "rng.pt")
         checksums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
@@ -99,7 +107,9 @@ def load_state(path: Path) -> TrainState:
     """
     content = json.loads((path / "state.json").read_text(encoding="utf-8"))
     if content.pop("schema_version") != SCHEMA_VERSION:
-        raise RecordError(f"{path}: checkpoint schema is not {SCHEMA_VERSION}. Resume with the version that wrote it.")
+        raise RecordError(
+            f"{path}: checkpoint schema is not {SCHEMA_VERSION}. Resume with the version that wrote it."
+        )
     content.pop("checksums")
     return TrainState(**content)
 

@@ -195,6 +195,8 @@ class RunSettings:
     """Also send metrics to Weights & Biases (needs the `wandb` extra and its own log-in)."""
     eval_every: int = 0
     """Steps between evaluations on held-out items; 0 evaluates before and after only."""
+    eval_temperature: float = 0.0
+    """Sampling temperature of evaluations; 0 is greedy."""
     eval_items: int = 256
     """Held-out items per evaluation; 0 skips evaluation."""
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tracefp4.rl.rewards import Scorer
@@ -62,7 +62,9 @@ def evaluate(
     return Evaluation(
         accuracy=math.fsum(shares) / num_items,
         standard_error=standard_error(shares),
-        pass_at_k={k: math.fsum(pass_at_k(params.n, c, k) for c in right) / num_items for k in _powers(params.n)},
+        pass_at_k={
+            k: math.fsum(pass_at_k(params.n, c, k) for c in right) / num_items for k in _powers(params.n)
+        },
         num_items=num_items,
         mean_tokens=sum(lengths) / len(lengths),
         outcomes=dict(scorer.counts),
@@ -89,11 +91,6 @@ def standard_error(values: Sequence[float]) -> float:
         return 0.0
     mean = math.fsum(values) / n
     return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
-
-
-def greedy(params: SamplingParams) -> SamplingParams:
-    """The same request, greedy, one sample per prompt."""
-    return replace(params, temperature=0.0, top_p=1.0, top_k=0, n=1)
 
 
 def _powers(n: int) -> list[int]:

@@ -23,7 +23,7 @@ from tracefp4.patching import Applied, Plan, apply, calibrate_kv, plan
 from tracefp4.rl import checkpoint
 from tracefp4.rl.advantages import AdvantageConfig
 from tracefp4.rl.config import RunConfig
-from tracefp4.rl.evaluation import Evaluation, evaluate, greedy
+from tracefp4.rl.evaluation import Evaluation, evaluate
 from tracefp4.rl.metrics import MetricWriter, OnStep
 from tracefp4.rl.optimizer import MasterWeightAdamW
 from tracefp4.rl.policy import Policy, load_policy
@@ -34,7 +34,7 @@ from tracefp4.rl.samples import TrainingSample
 from tracefp4.rl.sync import build_engine, publish
 from tracefp4.rl.tasks import TaskStream
 from tracefp4.rl.trainer import PolicyTrainer
-from tracefp4.rl.update import Updater, sampling_params
+from tracefp4.rl.update import Updater, evaluation_params, sampling_params
 from tracefp4.rollout import LocalEngine
 
 CALIBRATION_PROMPTS = 32
@@ -130,17 +130,21 @@ def _step(run: Run, maker: RolloutMaker, updater: Updater, params: Any) -> dict[
 
 
 def evaluate_run(run: Run) -> Evaluation:
-    """Score the current policy on held-out items, greedy, rounded to nearest as deployed."""
+    """Score the current policy on held-out items, rounded to nearest as deployed."""
     config = run.config
     engine = build_engine(
-        run.applied.model, run.applied.plan, arithmetic=run.trainer.arithmetic, rollout=config.rollout, records=False
+        run.applied.model,
+        run.applied.plan,
+        arithmetic=run.trainer.arithmetic,
+        rollout=config.rollout,
+        records=False,
     )
     return evaluate(
         engine,
         tokenizer=run.policy.tokenizer,
         source=build_held_out(config.task),
         scorer=build_scorer(config.task),
-        params=greedy(sampling_params(config, run.policy.defaults)(0)),
+        params=evaluation_params(config, run.policy.defaults),
         num_items=config.run.eval_items,
     )
 
@@ -183,7 +187,13 @@ def _open(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Run:
         weight_version=0 if state is None else state.weight_version,
     )
     run = Run(
-        config=config, directory=directory, policy=policy, applied=applied, trainer=trainer, engine=engine, stream=stream
+        config=config,
+        directory=directory,
+        policy=policy,
+        applied=applied,
+        trainer=trainer,
+        engine=engine,
+        stream=stream,
     )
     if found is not None and state is not None:
         run.step, run.counters = state.step, dict(state.counters)
@@ -256,7 +266,9 @@ def config_digest(config: RunConfig) -> str:
     content = asdict(config)
     content.pop("run")
     content["train"].pop("steps")
-    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8
+    ).hexdigest()
 
 
 def _pack(pending: deque[list[TrainingSample]]) -> bytes:

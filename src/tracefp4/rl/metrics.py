@@ -26,7 +26,9 @@ class MetricWriter:
     def write(self, row: Mapping[str, Any]) -> None:
         """Write one step's metrics; `step` is the 0-based index of the step."""
         self._directory.append_metrics(row)
-        numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
+        numbers = {
+            key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"
+        }
         if self._tensorboard is not None:
             for key, value in numbers.items():
                 self._tensorboard.add_scalar(key, value, row["step"])
@@ -47,7 +49,9 @@ def _tensorboard(directory: RunDirectory) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError("run.tensorboard needs the tensorboard package: pip install tensorboard.") from error
+        raise ConfigError(
+            "run.tensorboard needs the tensorboard package: pip install tensorboard."
+        ) from error
     return SummaryWriter(log_dir=str(directory.path / "tensorboard"))
 
 

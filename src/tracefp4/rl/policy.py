@@ -52,17 +52,25 @@ def load_policy(path: str | Path) -> Policy:
     directory = Path(path)
     config_file = directory / "config.json"
     if not config_file.is_file():
-        raise ConfigError(f"model.path: {directory} is not a checkpoint (no config.json). Give a local Hugging Face one.")
+        raise ConfigError(
+            f"model.path: {directory} is not a checkpoint (no config.json). Give a local Hugging Face one."
+        )
     try:
-        architectures = json.loads(config_file.read_text(encoding="utf-8")).get("architectures") or ["unknown"]
+        architectures = json.loads(config_file.read_text(encoding="utf-8")).get("architectures") or [
+            "unknown"
+        ]
     except ValueError as error:
-        raise ConfigError(f"model.path: {config_file} is not valid JSON: {error}. Download the checkpoint again.") from error
+        raise ConfigError(
+            f"model.path: {config_file} is not valid JSON: {error}. Download the checkpoint again."
+        ) from error
     if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
         raise ConfigError(
             f"model.path: {directory} is a {architectures[0]}, which is not a supported mixture-of-experts model; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}."
         )
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+    if not any(
+        (directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+    ):
         raise ConfigError(
             f"model.path: {directory} has no tokenizer (tokenizer.json). Copy the tokenizer files of the base model there."
         )
@@ -70,11 +78,15 @@ def load_policy(path: str | Path) -> Policy:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True
+        ).eval()
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model.path: {directory} could not be loaded: {error}") from error
-    return Policy(model=model, tokenizer=tokenizer, defaults=generation_defaults(model, tokenizer), path=directory)
+    return Policy(
+        model=model, tokenizer=tokenizer, defaults=generation_defaults(model, tokenizer), path=directory
+    )
 
 
 def generation_defaults(model: Any, tokenizer: Any) -> GenerationDefaults:

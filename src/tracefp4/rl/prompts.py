@@ -24,13 +24,18 @@ def build_held_out(task: TaskConfig) -> TaskSource:
     if task.kind == "reasoning_gym":
         return ReasoningGymTasks(task.name, seed=task.seed, config=task.options).held_out()
     if not task.eval_path:
-        raise ConfigError("task.eval_path: evaluation of a JSONL task needs a second file. Name one, or run.eval_items = 0.")
+        raise ConfigError(
+            "task.eval_path: evaluation of a JSONL task needs a second file. Name one, or run.eval_items = 0."
+        )
     return JsonlTasks(task.eval_path)
 
 
 def build_scorer(task: TaskConfig) -> Scorer:
     """Return the verifier: the task's own, math-verify, or a dotted function."""
-    kinds = {"task": "reasoning_gym" if task.kind == "reasoning_gym" else "math_verify", "math_verify": "math_verify"}
+    kinds = {
+        "task": "reasoning_gym" if task.kind == "reasoning_gym" else "math_verify",
+        "math_verify": "math_verify",
+    }
     verifier = kinds.get(task.reward, "function")
     return Scorer(
         RewardConfig(
@@ -45,4 +50,6 @@ def build_scorer(task: TaskConfig) -> Scorer:
 
 def encode(task: Task, *, tokenizer: Any) -> list[int]:
     """Tokenize one prompt: through the chat template when the tokenizer has one, else as plain text."""
-    return encode_prompt(task, tokenizer=tokenizer, uses_chat_template=bool(getattr(tokenizer, "chat_template", None)))
+    return encode_prompt(
+        task, tokenizer=tokenizer, uses_chat_template=bool(getattr(tokenizer, "chat_template", None))
+    )

@@ -50,7 +50,9 @@ class RolloutMaker:
         groups = self.engine.generate(prompts, params)
         stats = self.engine.stats
         samples = [
-            self._sample(completion, tasks[group], group) for group, found in enumerate(groups) for completion in found
+            self._sample(completion, tasks[group], group)
+            for group, found in enumerate(groups)
+            for completion in found
         ]
         rewards = torch.tensor([sample.reward for sample in samples])
         advantages = group_advantages(
@@ -79,7 +81,9 @@ class RolloutMaker:
             reward = 0.0
         record = completion.record
         return TrainingSample(
-            trajectory=record.identity.trajectory if record is not None else f"{group}.{completion.sample_index}",
+            trajectory=record.identity.trajectory
+            if record is not None
+            else f"{group}.{completion.sample_index}",
             prompt_ids=tuple(completion.prompt_ids),
             token_ids=tuple(completion.token_ids),
             rollout_logprobs=tuple(completion.logprobs),

@@ -36,7 +36,9 @@ class RunDirectory:
                 f"run.dir: {self.path} already holds a run. Use --resume to continue it, or name another directory."
             )
         if resume and not exists:
-            raise ConfigError(f"--resume: {self.path} holds no run (no config.json). Start it without --resume.")
+            raise ConfigError(
+                f"--resume: {self.path} holds no run (no config.json). Start it without --resume."
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         self.checkpoints = self.path / "checkpoints"
         self.records = self.path / "records"
@@ -115,7 +117,9 @@ def hardware() -> dict[str, object]:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        lines = [line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
+        lines = [
+            line for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("model name")
+        ]
         model = lines[0].partition(":")[2].strip() if lines else model
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"cpu": model, "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), "gpu": gpu}

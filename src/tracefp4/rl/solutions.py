@@ -1,7 +1,8 @@
-"""Worked solutions of reasoning-gym's `chain_sum`, for the supervised warm start.
+"""Demonstrations of reasoning-gym's `chain_sum`, for the supervised warm start.
 
-A solution folds the sum from the left, one step a clause: `42-25=17;17-73=-56;<answer>-56</answer>`. Only the
-warm start reads these; RL sees the question and the verifier.
+A worked one folds the sum from the left, one step a clause: `42-25=17;17-73=-56;<answer>-56</answer>`; a direct
+one is the answer alone. Only the warm start reads these; RL sees the question and the verifier, and finds out
+for itself that working the steps pays.
 """
 
 import re
@@ -11,8 +12,8 @@ from tracefp4.errors import ConfigError
 _PROBLEM = re.compile(r":\s*(-?\d+(?:\s*[+-]\s*\d+)+)\s*=\s*$")
 
 
-def solve_chain_sum(question: str) -> str:
-    """Return the worked solution of one `chain_sum` question.
+def solve_chain_sum(question: str, *, is_direct: bool = False) -> str:
+    """Return a demonstration for one `chain_sum` question: worked, or the bare answer.
 
     Raises:
         ConfigError: the question does not end in `: a + b - c =`.
@@ -26,4 +27,5 @@ def solve_chain_sum(question: str) -> str:
         result = total + int(number) if sign == "+" else total - int(number)
         clauses.append(f"{total}{sign}{number}={result};")
         total = result
-    return f"{''.join(clauses)}<answer>{total}</answer>"
+    steps = "" if is_direct else "".join(clauses)
+    return f"{steps}<answer>{total}</answer>"

@@ -1,7 +1,7 @@
 """A tiny Qwen3-MoE and its tokenizer, made here: a real Hugging Face checkpoint without a download.
 
-The tokenizer is a byte-level BPE trained on the task's own text with digits kept apart (as Qwen's does), with
-two chat markers and two answer tags. The model is transformers' own class and config.
+The tokenizer is a byte-level BPE trained on the task's own text, with digits kept apart (as Qwen's does) and
+words free to merge, so the question's fixed phrase is a few tokens; two chat markers, two answer tags. The model is transformers' own class and config.
 """
 
 from collections.abc import Iterable
@@ -39,6 +39,8 @@ class TinyShape:
     """Inner width of an expert; a multiple of 16."""
     max_positions: int = 512
     """Longest sequence."""
+    init_std: float = 0.08
+    """Standard deviation of the initial weights; about 1 / sqrt(hidden_size), so a narrow model learns at once."""
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 320) -> Any:
@@ -56,7 +58,10 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int = 320) -> Any:
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -97,12 +102,16 @@ def build_model(shape: TinyShape, *, tokenizer: Any, seed: int = 0) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         router_aux_loss_coef=0.0,
+        initializer_range=shape.init_std,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(config)
     model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, temperature=1.0, do_sample=True
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        temperature=1.0,
+        do_sample=True,
     )
     return model

@@ -124,7 +124,10 @@ class PolicyTrainer:
             (metrics of the step, log-probs of every sample as seen before the step).
         """
         assert self.optimizer is not None, "this trainer only scores"
-        batches = [(chosen, self._pad([samples[i] for i in chosen], trains_truncated)) for chosen in self._micro_batches(samples)]
+        batches = [
+            (chosen, self._pad([samples[i] for i in chosen], trains_truncated))
+            for chosen in self._micro_batches(samples)
+        ]
         denominator = sum(loss_denominator(batch.loss_mask, config=loss) for _, batch in batches)
         metrics: list[dict[str, float]] = []
         total_loss = 0.0
@@ -132,7 +135,11 @@ class PolicyTrainer:
         for chosen, batch in batches:
             with replay(self._replay_batch(batch, measure=False)):
                 logprobs = self._token_logprobs(batch)
-                old = logprobs.detach() if old_logprobs is None else _spread(batch, [old_logprobs[i] for i in chosen])
+                old = (
+                    logprobs.detach()
+                    if old_logprobs is None
+                    else _spread(batch, [old_logprobs[i] for i in chosen])
+                )
                 ref = None if ref_logprobs is None else _spread(batch, [ref_logprobs[i] for i in chosen])
                 data = LossData(
                     old_logprobs=old,
@@ -155,11 +162,16 @@ class PolicyTrainer:
         return micro_batches(lengths, max_tokens=self.micro_batch_tokens, sorts_by_length=True)
 
     def _pad(self, samples: Sequence[TrainingSample], trains_truncated: bool = True) -> Batch:
-        return pad(samples, pad_id=self.pad_id, dtype=self.arithmetic.torch_dtype, trains_truncated=trains_truncated)
+        return pad(
+            samples, pad_id=self.pad_id, dtype=self.arithmetic.torch_dtype, trains_truncated=trains_truncated
+        )
 
     def _token_logprobs(self, batch: Batch) -> Tensor:
         return token_logprobs(
-            self.logits(batch), input_ids=batch.input_ids, temperature=self.temperature, mask=batch.completion_mask
+            self.logits(batch),
+            input_ids=batch.input_ids,
+            temperature=self.temperature,
+            mask=batch.completion_mask,
         )
 
     def _replay_batch(self, batch: Batch, *, measure: bool) -> ReplayBatch:
@@ -190,7 +202,9 @@ def _spread(batch: Batch, per_sample: Sequence[Tensor]) -> Tensor:
             f"log-probs do not fit the batch; got {values.numel()} for {int(batch.completion_mask.sum())} completion "
             "tokens. Score the same samples that are updated on."
         )
-    return torch.zeros_like(batch.rollout_logprobs).masked_scatter(batch.completion_mask, values.to(batch.rollout_logprobs))
+    return torch.zeros_like(batch.rollout_logprobs).masked_scatter(
+        batch.completion_mask, values.to(batch.rollout_logprobs)
+    )
 
 
 def _measured(batch: ReplayBatch) -> SiteCounts:

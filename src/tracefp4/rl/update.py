@@ -17,6 +17,9 @@ from tracefp4.rl.schedule import warmup_constant
 from tracefp4.rl.trainer import PolicyTrainer
 from tracefp4.rollout import SamplingParams
 
+# evaluations draw from their own stream, so comparing two policies pairs their noise
+EVALUATION_SEED = 77
+
 
 def sampling_params(config: RunConfig, defaults: GenerationDefaults) -> Callable[[int], SamplingParams]:
     """Return the sampling parameters of a step; what the recipe leaves open comes from the checkpoint.
@@ -35,7 +38,9 @@ def sampling_params(config: RunConfig, defaults: GenerationDefaults) -> Callable
             "the recipe or the checkpoint's generation config). Set rollout.top_p = 1.0 and rollout.top_k = 0."
         )
     if temperature <= 0:
-        raise ConfigError(f"rollout.temperature must be above 0 for training; got {temperature}. Set it to 1.0.")
+        raise ConfigError(
+            f"rollout.temperature must be above 0 for training; got {temperature}. Set it to 1.0."
+        )
 
     def params(step: int) -> SamplingParams:
         return SamplingParams(
@@ -49,10 +54,22 @@ def sampling_params(config: RunConfig, defaults: GenerationDefaults) -> Callable
     return params
 
 
+def evaluation_params(config: RunConfig, defaults: GenerationDefaults) -> SamplingParams:
+    """Return the sampling of evaluations: one completion per item at run.eval_temperature, always the same draws."""
+    return SamplingParams(
+        max_tokens=config.rollout.max_tokens,
+        temperature=config.run.eval_temperature,
+        seed=EVALUATION_SEED,
+        stop_token_ids=defaults.stop_token_ids,
+    )
+
+
 class Updater:
     """Splits a rollout's samples over optimizer steps and reports loss, ratios and mismatch."""
 
-    def __init__(self, trainer: PolicyTrainer, config: RunConfig, *, reference: PolicyTrainer | None = None) -> None:
+    def __init__(
+        self, trainer: PolicyTrainer, config: RunConfig, *, reference: PolicyTrainer | None = None
+    ) -> None:
         """Keep the trainer and translate the recipe's [loss] table.
 
         Args:
@@ -64,7 +81,9 @@ class Updater:
         self.loss = loss_config(config)
         self.steps_taken = 0
 
-    def update(self, samples: Sequence[TrainingSample], *, optimizer_step: int, version: int) -> dict[str, Any]:
+    def update(
+        self, samples: Sequence[TrainingSample], *, optimizer_step: int, version: int
+    ) -> dict[str, Any]:
         """Train on the samples; an empty list (all too old) takes no step."""
         self.steps_taken = 0
         if not samples:
@@ -81,7 +100,9 @@ class Updater:
                 old_logprobs=None if old is None else [old[i] for i in chosen],
                 ref_logprobs=None if ref is None else [ref[i] for i in chosen],
                 loss=self.loss,
-                lr_scale=warmup_constant(optimizer_step + self.steps_taken, warmup_steps=self.config.train.warmup_steps),
+                lr_scale=warmup_constant(
+                    optimizer_step + self.steps_taken, warmup_steps=self.config.train.warmup_steps
+                ),
                 grad_clip=self.config.train.grad_clip,
                 trains_truncated=self.config.train.truncated != "mask",
             )
@@ -131,5 +152,9 @@ def mismatch_of(samples: Sequence[TrainingSample], logprobs: Sequence[Tensor]) -
 def _shards(num_samples: int, num_shards: int, *, seed: int) -> list[list[int]]:
     """Deal samples into shards of nearly equal size, in an order drawn from the seed."""
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(num_samples, generator=generator).tolist() if num_shards > 1 else list(range(num_samples))
+    order = (
+        torch.randperm(num_samples, generator=generator).tolist()
+        if num_shards > 1
+        else list(range(num_samples))
+    )
     return [order[i::num_shards] for i in range(num_shards)]

@@ -1,7 +1,7 @@
 """Supervised warm start: a tiny model learns the task's format and some of its arithmetic, then RL takes over.
 
 Next-token cross-entropy on worked solutions (prompt tokens are not trained), AdamW, linear decay. Runs in plain
-float32 on transformers' own modules; the saved checkpoint is an ordinary Hugging Face one in bf16.
+float32; the saved checkpoint is an ordinary Hugging Face one in bf16.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tracefp4.formats.arithmetic import Arithmetic
+from tracefp4.patching import PlanRules, apply, plan
 from tracefp4.rl.checkpoint import save_model
 from tracefp4.rl.config import TaskConfig
 from tracefp4.rl.prompts import build_source, encode
@@ -19,6 +21,7 @@ from tracefp4.rl.schedule import warmup_linear
 from tracefp4.rl.solutions import solve_chain_sum
 from tracefp4.rl.tiny import TinyShape, build_model, build_tokenizer
 
+FLOAT32 = Arithmetic(name="float32", dtype="float32", emulates_bf16=False, rounds_probabilities=False)
 OnProgress = Callable[[int, int, float], None]
 # warm-start items come from far beyond the items that RL and evaluation draw
 FIRST_ITEM = 500_000_000
@@ -35,6 +38,8 @@ class WarmStart:
     """Shape of the model."""
     steps: int = 150
     """Optimizer steps."""
+    direct_tenths: int = 6
+    """How many of ten demonstrations give the answer without its steps."""
     batch_size: int = 64
     """Examples per step, every one new."""
     lr: float = 2e-3
@@ -60,14 +65,21 @@ def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None 
     texts = [source.item(FIRST_ITEM + i).prompt for i in range(TOKENIZER_TEXTS)]
     tokenizer = build_tokenizer([text + solve_chain_sum(text) for text in texts])
     model = build_model(config.shape, tokenizer=tokenizer, seed=config.seed)
+    # our experts path is about 1.5 times faster than transformers' own on a CPU
+    applied = apply(model, plan(model, PlanRules(mode="bf16", guidance="none")), arithmetic=FLOAT32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
     loss_value = float("nan")
     for step in range(config.steps):
         first = FIRST_ITEM + step * config.batch_size
-        examples = [_example(source.item(first + i), tokenizer) for i in range(config.batch_size)]
+        examples = [
+            _example(source.item(first + i), tokenizer, config.direct_tenths)
+            for i in range(config.batch_size)
+        ]
         input_ids, labels = _padded(examples, pad_id=tokenizer.pad_token_id)
         logits = model(input_ids=input_ids, use_cache=False).logits
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        loss = nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+        )
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scale = warmup_linear(step, warmup_steps=config.warmup_steps, total_steps=config.steps, floor=0.05)
@@ -78,17 +90,21 @@ def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None 
         loss_value = loss.item()
         if on_progress is not None:
             on_progress(step, config.steps, loss_value)
+    applied.undo()
     path.mkdir(parents=True, exist_ok=True)
     save_model(model, tokenizer, path)
     return loss_value
 
 
-def _example(task: Any, tokenizer: Any) -> tuple[list[int], list[int]]:
-    answer = tokenizer(solve_chain_sum(task.prompt), add_special_tokens=False)["input_ids"]
+def _example(task: Any, tokenizer: Any, direct_tenths: int) -> tuple[list[int], list[int]]:
+    demonstration = solve_chain_sum(task.prompt, is_direct=task.index % 10 < direct_tenths)
+    answer = tokenizer(demonstration, add_special_tokens=False)["input_ids"]
     return encode(task, tokenizer=tokenizer), [*answer, tokenizer.eos_token_id]
 
 
-def _padded(examples: Sequence[tuple[list[int], list[int]]], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(
+    examples: Sequence[tuple[list[int], list[int]]], *, pad_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(len(prompt) + len(answer) for prompt, answer in examples)
     input_ids = torch.full((len(examples), longest), pad_id)
     labels = torch.full((len(examples), longest), -100)
