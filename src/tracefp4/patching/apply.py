@@ -7,6 +7,7 @@ patched and refuses to patch nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,42 +56,62 @@ def apply(model: nn.Module, plan: Plan, *, arithmetic: Arithmetic) -> Applied:
         arithmetic: EMULATED (CPU), CONTROL (comparisons), NATIVE (GPU).
 
     Raises:
-        ConfigError: the model is patched already, or the plan is of another architecture.
+        ConfigError: the model is patched already, or the plan is of another architecture or depth, or lists
+            modules that the model lacks; nothing was changed then.
     """
-    if getattr(model, "tracefp4_applied", False):
-        raise ConfigError("apply: the model is patched already. Call Applied.undo() first.")
-    if type(model).__name__ != plan.architecture:
-        raise ConfigError(
-            f"apply: the plan is for {plan.architecture}, the model is {type(model).__name__}. Make a plan for this model."
-        )
+    modules = _patchable(model)
+    _check(model, plan, modules)
     register_experts()
     register_attention()
     _cast(model, arithmetic)
-    before = (model.config._attn_implementation, model.config._experts_implementation)
+    config: Any = model.config
+    before = (config._attn_implementation, config._experts_implementation)
     undo: list[Callable[[], None]] = [lambda: _set_implementations(model, *before)]
     _set_implementations(model, ATTENTION_NAME, EXPERTS_NAME)
-    patched = []
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if not kind.endswith(("Experts", "Attention")):
-            continue
-        layer = next(int(part) for part in name.split(".") if part.isdigit())
-        module.tracefp4 = _settings(kind, layer, plan, arithmetic)  # type: ignore[assignment]
+    for name, module in modules.items():
+        module.tracefp4 = _settings(name, module, plan, arithmetic)  # type: ignore[assignment]
         undo.append(lambda m=module: delattr(m, "tracefp4"))  # type: ignore[misc]
-        patched.append(name)
-    if not patched:
-        raise ConfigError(
-            f"apply: no experts or attention module was found in {plan.architecture}; nothing was patched."
-        )
     undo += emulate_bf16(model, arithmetic=arithmetic)
     model.tracefp4_applied = True  # type: ignore[assignment]
     undo.append(lambda: delattr(model, "tracefp4_applied"))
-    return Applied(model=model, plan=plan, patched=tuple(patched), _undo=undo)
+    return Applied(model=model, plan=plan, patched=tuple(modules), _undo=undo)
 
 
-def _settings(kind: str, layer: int, plan: Plan, arithmetic: Arithmetic) -> ExpertWeights | SiteSettings:
+def _patchable(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the attention and fused experts modules by name, in model order."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith(("Experts", "Attention"))
+    }
+
+
+def _check(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> None:
+    if getattr(model, "tracefp4_applied", False):
+        raise ConfigError(
+            "apply: the model is patched already; a model carries one plan. Call Applied.undo() first."
+        )
+    if type(model).__name__ != plan.architecture:
+        raise ConfigError(
+            f"apply: the plan is for {plan.architecture}, the model is {type(model).__name__}. "
+            "Make a plan for this model."
+        )
+    planned = {decision.name for decision in plan.decisions if decision.kind == "experts"}
+    found = {name for name in modules if name.endswith("experts")}
+    num_layers = int(model.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
+    if planned != found or num_layers != len(plan.layers):
+        raise ConfigError(
+            f"apply: the plan has {len(plan.layers)} layers and experts {sorted(planned)}, the model "
+            f"{num_layers} layers and {sorted(found)}. Both must be equal. Make a plan for this model."
+        )
+
+
+def _settings(
+    name: str, module: nn.Module, plan: Plan, arithmetic: Arithmetic
+) -> ExpertWeights | SiteSettings:
+    layer = next(int(part) for part in name.split(".") if part.isdigit())
     precision = plan.layers[layer]
-    if kind.endswith("Experts"):
+    if type(module).__name__.endswith("Experts"):
         rules = plan.rules
         return ExpertWeights(layer, precision, arithmetic, backward=rules.backward, ste=rules.ste)
     return SiteSettings(layer, precision, arithmetic)

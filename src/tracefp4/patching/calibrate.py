@@ -6,6 +6,7 @@ values do not fall into its subnormals; the rule is `formats.scaling.calibrate_e
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +37,15 @@ def calibrate_kv(model: nn.Module, plan: Plan, *, input_ids: Tensor, attention_m
     def observe(site: Site, values: Tensor) -> None:
         seen[site] = values[valid]
 
-    modules = [m for m in model.modules() if isinstance(getattr(m, "tracefp4", None), SiteSettings)]
+    modules: list[Any] = [
+        m for m in model.modules() if isinstance(getattr(m, "tracefp4", None), SiteSettings)
+    ]
     if not modules:
         raise ConfigError("calibrate_kv: the model is not patched. Call patching.apply first.")
     settings = [m.tracefp4 for m in modules]
     try:
         for module in modules:
-            module.tracefp4 = replace(module.tracefp4, observer=observe)  # type: ignore[type-var,assignment]
+            module.tracefp4 = replace(module.tracefp4, observer=observe)
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         model(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
     finally:

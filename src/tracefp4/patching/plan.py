@@ -9,12 +9,15 @@ also serves models known by name only.
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats import BF16_LAYER, LayerPrecision, Scheme, scheme_by_name
 from tracefp4.guidance import Site
+from tracefp4.guidance.record import SiteKind
+from tracefp4.patching.budget import check_block
 from tracefp4.patching.rules import ModuleDecision, PlanRules, decide, guided_layers
 
 SUPPORTED_ARCHITECTURES = ("Qwen3MoeForCausalLM",)
@@ -105,8 +108,9 @@ def plan(model: nn.Module, rules: PlanRules) -> Plan:
         rules: the options; `mode="bf16"` makes a plan that quantizes nothing on purpose.
 
     Raises:
-        ConfigError: an unsupported architecture, a dimension that is not a multiple of the block, an exclude
-            pattern that matches nothing, or rules that ask for FP4 and select no module.
+        ConfigError: an unsupported architecture, a quantized dimension that is not a multiple of the block, a
+            scheme at a site it cannot serve, an exclude pattern that matches nothing, or rules that ask for
+            FP4 and select no module or for guidance and select no site.
     """
     architecture = type(model).__name__
     if architecture not in SUPPORTED_ARCHITECTURES:
@@ -114,8 +118,7 @@ def plan(model: nn.Module, rules: PlanRules) -> Plan:
             f"plan: {architecture} is not a supported mixture-of-experts model; supported: "
             f"{', '.join(SUPPORTED_ARCHITECTURES)}. Pass a checkpoint of the Qwen3-MoE family."
         )
-    config = model.config
-    _check_dimensions(config, rules)
+    config: Any = model.config
     names = [
         n for n, m in model.named_modules() if n and (not any(True for _ in m.children()) or _is_experts(m))
     ]
@@ -124,10 +127,12 @@ def plan(model: nn.Module, rules: PlanRules) -> Plan:
     layers = tuple(_layer_precision(i, decisions, rules) for i in range(config.num_hidden_layers))
     if rules.mode == "fp4" and all(layer == BF16_LAYER for layer in layers):
         raise ConfigError(
-            f"plan: FP4 was asked for and no module of {architecture} was selected (exclude={list(rules.exclude)}, "
+            f"plan: FP4 was asked for and no module of {architecture} was selected "
+            f"(exclude={list(rules.exclude)}, "
             f"last_layers_bf16={rules.last_layers_bf16} of {config.num_hidden_layers} layers). "
             'Relax the rules, or say mode = "bf16".'
         )
+    _check_dimensions(config, layers)
     return Plan(
         rules=rules,
         architecture=architecture,
@@ -144,12 +149,23 @@ def _is_experts(module: nn.Module) -> bool:
 def _layer_precision(index: int, decisions: tuple[ModuleDecision, ...], rules: PlanRules) -> LayerPrecision:
     chosen = {d.kind for d in decisions if d.is_quantized and d.layer == index}
     return LayerPrecision(
-        activation=scheme_by_name(rules.activation) if "experts" in chosen else None,
-        weight=scheme_by_name(rules.weight) if "experts" in chosen else None,
-        kv=scheme_by_name(rules.kv) if "kv" in chosen else None,
+        activation=_scheme("activation", rules.activation, outer="row") if "experts" in chosen else None,
+        weight=_scheme("weight", rules.weight, outer="tensor") if "experts" in chosen else None,
+        kv=_scheme("kv", rules.kv, outer="static") if "kv" in chosen else None,
         k_exponent=0,
         v_exponent=0,
     )
+
+
+def _scheme(option: str, name: str, *, outer: str) -> Scheme:
+    """Look a scheme up, and refuse an outer scale that would couple rows or that the site does not have."""
+    scheme = scheme_by_name(name)
+    if scheme.outer != outer:
+        raise ConfigError(
+            f"quantization.{option}: {name} has its outer scale per {scheme.outer!r}; {option} needs one per "
+            f"{outer!r}. Choose a scheme of that kind, or keep the default."
+        )
+    return scheme
 
 
 def _guided(layers: tuple[LayerPrecision, ...], rules: PlanRules) -> tuple[Site, ...]:
@@ -157,31 +173,28 @@ def _guided(layers: tuple[LayerPrecision, ...], rules: PlanRules) -> tuple[Site,
         return ()
     chosen = guided_layers(rules.layers, num_layers=len(layers))
     sites = []
+    kinds: tuple[SiteKind, ...] = rules.sites  # type: ignore[assignment]  # checked by PlanRules
     for i in chosen:
-        for kind in rules.sites:
+        for kind in kinds:
             scheme = layers[i].kv if kind in ("k", "v") else layers[i].activation
             if scheme is not None:
                 sites.append(Site(kind=kind, layer=i))
     if not sites:
         raise ConfigError(
-            f"plan: guidance {rules.guidance!r} selects no site (sites={list(rules.sites)}, layers={rules.layers!r}). "
+            f"plan: guidance {rules.guidance!r} selects no site (sites={list(rules.sites)}, "
+            f"layers={rules.layers!r}). "
             'Name at least one quantized site, or say guidance = "none".'
         )
     return tuple(sites)
 
 
-def _check_dimensions(config: object, rules: PlanRules) -> None:
-    if rules.mode == "bf16":
-        return
-    block = scheme_by_name(rules.activation).block_format.block_size
-    sizes = {
-        "hidden_size": config.hidden_size,  # type: ignore[attr-defined]
-        "moe_intermediate_size": config.moe_intermediate_size,  # type: ignore[attr-defined]
-        "head_dim": config.head_dim,  # type: ignore[attr-defined]
-    }
-    for name, size in sizes.items():
-        if size % block:
-            raise ConfigError(
-                f"plan: {rules.activation} needs {name} divisible by {block}; got {size}. "
-                f"Use a model with {name} a multiple of {block}, or exclude the modules in the plan."
-            )
+def _check_dimensions(config: Any, layers: tuple[LayerPrecision, ...]) -> None:
+    for layer in layers:
+        if layer.activation is not None:
+            sizes = {
+                "hidden_size": config.hidden_size,
+                "moe_intermediate_size": config.moe_intermediate_size,
+            }
+            check_block(sizes, block=layer.activation.block_size)
+        if layer.kv is not None:
+            check_block({"head_dim": config.head_dim}, block=layer.kv.block_size)

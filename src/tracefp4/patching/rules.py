@@ -116,6 +116,7 @@ _KINDS = (
     ("*.mlp.experts", "experts"),
     ("*.mlp.experts.*", "experts"),
     ("*.mlp.gate", "router"),
+    ("*.mlp.router", "router"),
     ("*.mlp.shared_expert*", "shared_expert"),
     ("*.kv_cache", "kv"),
     ("*.self_attn.*_norm", "norm"),

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tracefp4.errors import ConfigError
 from tracefp4.formats import LayerPrecision
 from tracefp4.formats.arithmetic import Arithmetic, round_bf16_
 from tracefp4.guidance import Site, round_site
+from tracefp4.guidance.record import SiteKind
 from tracefp4.qat.ste import round_bf16_through, straight_through
 
 ATTENTION_NAME = "tracefp4"
@@ -34,7 +36,7 @@ class SiteSettings:
     """Called with every unrounded K and V [B * T, Hkv * D] (calibration); None in training."""
 
 
-def cached(x: Tensor, settings: SiteSettings, kind: str) -> Tensor:
+def cached(x: Tensor, settings: SiteSettings, kind: SiteKind) -> Tensor:
     """Return K or V [B, Hkv, T, D] as the cache holds it, gradient straight-through."""
     precision = settings.precision
     if settings.arithmetic.emulates_bf16:
@@ -49,7 +51,7 @@ def cached(x: Tensor, settings: SiteSettings, kind: str) -> Tensor:
     if precision.kv is None:
         return x
     exponent = precision.k_exponent if kind == "k" else precision.v_exponent
-    rounded = round_site(flat, site=site, scheme=precision.kv, exponent=exponent)
+    rounded = round_site(flat, site=site, scheme=precision.kv, exponent=exponent, with_codes=False)
     values = rounded.values.view(num_batch, num_tokens, num_heads, head_dim).transpose(1, 2)
     return straight_through(x, values)
 
@@ -76,10 +78,14 @@ def attention_forward(
 
     Returns:
         ([B, T, Hq, D], None).
+
+    Raises:
+        ConfigError: dropout is not 0.
     """
     if dropout:
-        raise ValueError(
-            f"attention dropout {dropout} is refused: a rollout has none. Set attention_dropout to 0."
+        raise ConfigError(
+            f"attention dropout {dropout} is refused: a rollout has none. Only 0 is allowed. Set the model "
+            "config's attention_dropout to 0."
         )
     settings: SiteSettings = module.tracefp4  # type: ignore[assignment]
     emulates = settings.arithmetic.emulates_bf16

@@ -32,26 +32,26 @@ def _round_tables(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -
     return round_bf16_(output[0]), round_bf16_(output[1])
 
 
-def rms_norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def rms_norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     """RMSNorm in the storage dtype: w * x * rsqrt(mean(x^2) + eps), one rounding at the output."""
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
-    normed = hidden_states * torch.rsqrt(variance + self.variance_epsilon)  # type: ignore[operator]
-    return self.weight * normed  # type: ignore[operator,return-value]
+    normed = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * normed
 
 
-def router_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def router_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Route: stable top-k of softmax(logits), or the recorded experts with today's weights.
 
     The combination weight of expert e is softmax(logits)_e, divided by the sum over the chosen experts when
     the model says so (`norm_topk_prob`), so gradients reach the router also under replay.
     """
     layer, arithmetic = self.tracefp4
-    x = hidden_states.reshape(-1, self.hidden_dim)  # type: ignore[arg-type]
-    logits = nn.functional.linear(x, self.weight)  # type: ignore[arg-type]
+    x = hidden_states.reshape(-1, self.hidden_dim)
+    logits = nn.functional.linear(x, self.weight)
     if arithmetic.emulates_bf16:
         logits = round_bf16_(logits)
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    ids = route_site(layer, logits.detach(), top_k=int(self.top_k))  # type: ignore[arg-type]
+    ids = route_site(layer, logits.detach(), top_k=self.top_k)
     weights = torch.softmax(logits, dim=-1, dtype=wide).gather(1, ids)
     if self.norm_topk_prob:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -62,7 +62,7 @@ def router_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tens
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
-    module.forward = forward.__get__(module)  # type: ignore[assignment]
+    module.forward = forward.__get__(module)
     return lambda: delattr(module, "forward")
 
 
@@ -80,8 +80,8 @@ def emulate_bf16(model: nn.Module, *, arithmetic: Arithmetic) -> list[Undo]:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind.endswith("TopKRouter"):
-            module.tracefp4 = (_layer_index(name), arithmetic)  # type: ignore[assignment]
-            undo += [_replace_forward(module, router_forward), lambda m=module: delattr(m, "tracefp4")]  # type: ignore[misc]
+            module.tracefp4 = (_layer_index(name), arithmetic)
+            undo += [lambda m=module: delattr(m, "tracefp4"), _replace_forward(module, router_forward)]  # type: ignore[misc]
         if not arithmetic.emulates_bf16:
             continue
         if kind.endswith("RMSNorm"):
@@ -99,10 +99,10 @@ def emulate_bf16(model: nn.Module, *, arithmetic: Arithmetic) -> list[Undo]:
     return undo
 
 
-def mlp_forward(self: nn.Module, x: Tensor) -> Tensor:
+def mlp_forward(self: Any, x: Tensor) -> Tensor:
     """Dense SwiGLU with the roundings that bf16 kernels have: after silu and after the product."""
-    gate = round_bf16_(nn.functional.silu(self.gate_proj(x)))  # type: ignore[operator]
-    return self.down_proj(round_bf16_(gate * self.up_proj(x)))  # type: ignore[operator]
+    gate = round_bf16_(nn.functional.silu(self.gate_proj(x)))
+    return self.down_proj(round_bf16_(gate * self.up_proj(x)))
 
 
 def _layer_index(name: str) -> int:

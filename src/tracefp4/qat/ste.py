@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tracefp4.errors import FormatError
 from tracefp4.formats.arithmetic import round_bf16
 
 
@@ -18,12 +19,12 @@ class QuantizedForwardStraightThrough(torch.autograd.Function):
     """Forward: the given quantized values. Backward: the incoming gradient, masked if a mask was given."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, x_hat: Tensor, keep: Tensor | None) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, x: Tensor, x_hat: Tensor, keep: Tensor | None) -> Tensor:
         ctx.save_for_backward(*(() if keep is None else (keep,)))
         return x_hat.view_as(x_hat)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad = grads[0]
         return (grad * ctx.saved_tensors[0] if ctx.saved_tensors else grad), None, None
 
@@ -32,11 +33,11 @@ class RoundedForwardStraightThrough(torch.autograd.Function):
     """Forward: bf16 rounding in the storage dtype. Backward: identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return round_bf16(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: D102
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
 
 
@@ -51,15 +52,14 @@ def straight_through(x: Tensor, x_hat: Tensor, *, keep: Tensor | None = None) ->
         keep: optional boolean of the same shape; False blocks the gradient (clipped STE, see `clip_mask`).
 
     Raises:
-        ValueError: the shapes differ.
+        FormatError: the shapes differ.
     """
     if x.shape != x_hat.shape:
-        raise ValueError(
+        raise FormatError(
             f"straight_through needs equal shapes; got x {tuple(x.shape)} and x_hat {tuple(x_hat.shape)}. "
             "Pass the dequantized values of the same tensor."
         )
-    mask = None if keep is None else keep.to(x.dtype)
-    return QuantizedForwardStraightThrough.apply(x, x_hat.detach(), mask)
+    return QuantizedForwardStraightThrough.apply(x, x_hat.detach(), keep)
 
 
 def clip_mask(x: Tensor, scales: Tensor, *, block_size: int = 16, limit: float = 6.0) -> Tensor:
@@ -67,10 +67,18 @@ def clip_mask(x: Tensor, scales: Tensor, *, block_size: int = 16, limit: float =
 
     Args:
         x: values [..., K].
-        scales: decoded block scales [..., K / block_size].
+        scales: decoded block scales [..., K / block_size]; a NaN scale (a block with NaN or Inf) keeps nothing.
         block_size: values that share a scale.
         limit: the largest element value; 6 for E2M1.
+
+    Raises:
+        FormatError: the scales do not have one entry per block.
     """
+    if (*scales.shape[:-1], scales.shape[-1] * block_size) != tuple(x.shape):
+        raise FormatError(
+            f"clip_mask needs one scale per {block_size} values; got x {tuple(x.shape)} and scales "
+            f"{tuple(scales.shape)}. Pass the decoded block scales of the same tensor."
+        )
     bound = (scales * limit).repeat_interleave(block_size, dim=-1)
     return x.detach().abs() <= bound
 
