@@ -35,7 +35,9 @@ def main() -> None:
     # One plan for both sides: routed experts and KV cache in FP4, every layer recorded and followed.
     fp4 = plan(model, PlanRules(guidance="mantissa"))
     print(f"{fp4.num_quantized} of {len(fp4.decisions)} modules become FP4, for example:")
-    print("  " + "\n  ".join(f"{d.name}: {d.reason}" for d in fp4.decisions if d.layer == 0 and d.is_quantized))
+    print(
+        "  " + "\n  ".join(f"{d.name}: {d.reason}" for d in fp4.decisions if d.layer == 0 and d.is_quantized)
+    )
     applied = apply(model, fp4, arithmetic=EMULATED)
     ids = torch.tensor([prompt])
     fp4 = calibrate_kv(model, fp4, input_ids=ids, attention_mask=torch.ones_like(ids))
@@ -56,7 +58,9 @@ def main() -> None:
     (answers,) = engine.generate([prompt], SamplingParams(max_tokens=48, n=8))
     records = [answer.record.recode("mantissa") for answer in answers if answer.record is not None]
     size = records[0].num_bytes()
-    print(f"one record: {records[0].length} positions, {size.total / records[0].length:.0f} bytes per position")
+    print(
+        f"one record: {records[0].length} positions, {size.total / records[0].length:.0f} bytes per position"
+    )
 
     # The trainer: one pass over whole sequences. Only the sites that it follows differ between the passes.
     tokens = torch.tensor([answer.prompt_ids + answer.token_ids for answer in answers])
