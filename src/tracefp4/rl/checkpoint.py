@@ -1,9 +1,10 @@
 """Checkpoints of a run: an ordinary Hugging Face checkpoint plus everything needed to continue bit for bit.
 
 step_000010/ holds model.safetensors (bf16: the copies that forward uses), config, tokenizer and generation
-config, `optimizer.safetensors` (fp32 masters and moments), `pending.pt` (samples generated ahead of training),
-and `state.json`, written last, with a checksum of every other file. The directory is filled under a temporary
-name and renamed: a reader finds a whole checkpoint or none. Anything without a valid state.json is ignored.
+config, `optimizer.safetensors` (fp32 masters and moments), `rng.json`, `pending.bin` (samples generated ahead of
+training), and `state.json`, written last, with a checksum of every other file. The directory is filled under a
+temporary name and renamed: a reader finds a whole checkpoint or none. Anything without a valid state.json is
+ignored. Nothing is pickled: reading a checkpoint runs no code of its writer.
 """
 
 import hashlib
@@ -11,19 +12,21 @@ import json
 import os
 import random
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tracefp4.errors import ConfigError, RecordError
-from tracefp4.rl.rundir import disk_error
+from tracefp4.errors import RecordError
+from tracefp4.rl.policy import no_progress_bars
+from tracefp4.rl.rundir import disk_error, is_disk_full
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(kw_only=True)
@@ -40,6 +43,8 @@ class TrainState:
     """Digest of everything in the config that changes the result."""
     counters: dict[str, int] = field(default_factory=dict)
     """Totals of the run (optimizer steps, dropped samples)."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """Summary of the run's plan, its KV exponents among them; a deployment rounds with the same ones."""
 
 
 def save(
@@ -56,9 +61,10 @@ def save(
     Raises:
         ConfigError: the disk is full or the path not writable, with path and bytes needed.
     """
-    name = f"step_{state.step:06d}"
-    target, temporary = parent / name, parent / f".{name}.tmp"
+    target = parent / f"step_{state.step:06d}"
+    temporary = parent / f".{target.name}.tmp"
     num_bytes = sum(t.numel() * t.element_size() for t in optimizer.values()) + len(pending)
+    num_bytes += sum(2 * p.numel() for p in model.parameters())
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -66,20 +72,29 @@ def save(
         save_file(
             {key: value.contiguous() for key, value in optimizer.items()}, temporary / "optimizer.safetensors"
         )
-        (temporary / "pending.pt").write_bytes(pending)
-        _save_rng(temporary / "rng.pt")
-        checksums = {path.name: _checksum(path) for path in sorted(temporary.iterdir())}
-        content = {"schema_version": SCHEMA_VERSION, "checksums": checksums, **_plain(state)}
-        (temporary / "state.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
-        for path in temporary.iterdir():
-            _fsync(path)
+        (temporary / "pending.bin").write_bytes(pending)
+        (temporary / "rng.json").write_text(json.dumps(_rng_state()), encoding="ascii")
+        _seal(temporary, state)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(temporary, target)
         _fsync(parent)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise disk_error(target, num_bytes, error) from error
+        # tokenizers and safetensors are Rust: a full disk is no OSError there, only its text tells
+        if isinstance(error, OSError | SafetensorError) or is_disk_full(error):
+            raise disk_error(target, num_bytes, error) from error
+        raise
     return target
+
+
+def _seal(directory: Path, state: TrainState) -> None:
+    """Write state.json with the checksum of every file, and make all of it durable."""
+    checksums = {path.name: _checksum(path) for path in sorted(directory.iterdir())}
+    content = {"schema_version": SCHEMA_VERSION, "checksums": checksums, **asdict(state)}
+    (directory / "state.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+    for path in directory.iterdir():
+        _fsync(path)
+    _fsync(directory)
 
 
 def latest(parent: Path) -> Path | None:
@@ -121,15 +136,36 @@ def load_optimizer(path: Path) -> dict[str, Tensor]:
 
 def load_pending(path: Path) -> bytes:
     """Read the samples generated ahead of training, as `save` was given them."""
-    return (path / "pending.pt").read_bytes()
+    return (path / "pending.bin").read_bytes()
 
 
 def restore_rng(path: Path) -> None:
     """Set Python's, numpy's and torch's random state to the checkpoint's."""
-    content = torch.load(path / "rng.pt", weights_only=False)
-    random.setstate(content["python"])
-    np.random.set_state(content["numpy"])
-    torch.set_rng_state(content["torch"])
+    content = json.loads((path / "rng.json").read_text(encoding="ascii"))
+    version, words, gauss = content["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = content["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(content["torch"]), dtype=torch.uint8))
+
+
+def _rng_state() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [name, [int(key) for key in keys], *rest],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+
+
+def discard_after(parent: Path, kept: Path | None) -> None:
+    """Delete the checkpoints behind the one that a run continues from (all of them when `kept` is None).
+
+    They are torn, or they would count as newer than what the run is going to write.
+    """
+    for path in parent.glob("step_*"):
+        if kept is None or path.name > kept.name:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def keep_last(parent: Path, *, count: int) -> None:
@@ -149,30 +185,17 @@ def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
         model.config._attn_implementation = "eager"
         model.config._experts_implementation = "eager"
         model.config.dtype = torch.bfloat16
-        model.save_pretrained(directory, state_dict=state)
+        with no_progress_bars():
+            model.save_pretrained(directory, state_dict=state)
     finally:
         model.config._attn_implementation, model.config._experts_implementation, model.config.dtype = names
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
 
-def _save_rng(path: Path) -> None:
-    content = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    torch.save(content, path)
-
-
-def _plain(state: TrainState) -> dict[str, object]:
-    return {
-        "step": state.step,
-        "weight_version": state.weight_version,
-        "data": state.data,
-        "config_digest": state.config_digest,
-        "counters": state.counters,
-    }
-
-
 def _checksum(path: Path) -> str:
-    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _fsync(path: Path) -> None:
@@ -181,16 +204,3 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def check_digest(state: TrainState, *, config_digest: str) -> None:
-    """Refuse to resume under settings that change the result.
-
-    Raises:
-        ConfigError: the digests differ.
-    """
-    if state.config_digest != config_digest:
-        raise ConfigError(
-            f"--resume: the run was started with other settings (config digest {state.config_digest}, now "
-            f"{config_digest}). Only [run] settings and train.steps may change; start a new run for the rest."
-        )

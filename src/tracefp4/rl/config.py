@@ -51,6 +51,8 @@ class TaskConfig:
     """Wall-clock limit of one reward call, in seconds."""
     reward_on_error: Literal["zero", "raise"] = "zero"
     """What a reward that raises or times out becomes: reward 0 (counted), or the end of the run."""
+    reward_isolation: Literal["timer", "process"] = "timer"
+    """How the limit is enforced: `timer` interrupts Python code; `process` kills a worker, whatever it runs."""
 
     def __post_init__(self) -> None:
         _require(
@@ -132,7 +134,8 @@ class TrainConfig:
     optimizer_steps_per_rollout: int = 1
     """Optimizer steps that one rollout's samples are split over."""
     rollout_ahead: int = 0
-    """Rollouts that are sampled ahead of training: 0 trains on fresh samples, n on samples n versions old."""
+    """Rollouts that are sampled ahead of training: 0 trains on fresh samples, n on samples n versions old. The
+    last n rollouts of a run are not trained on."""
     max_version_diff: int = 3
     """Largest lag, in weight versions, of a sample that is still used; older ones are dropped and counted."""
     seed: int = 0
@@ -141,12 +144,18 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
     truncated: Literal["mask", "penalize", "train"] = "mask"
     """Completions that ran into max_tokens: left out of the loss, given reward 0, or trained as they are."""
+    transmission_every: int = 0
+    """Steps between measurements of how much of an update the quantized forward sees; 0 never measures."""
+    transmission_samples: int = 8
+    """Samples of the step that such a measurement scores: four extra passes over them."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "micro_batch_tokens", "optimizer_steps_per_rollout"):
+        for name in ("steps", "micro_batch_tokens", "optimizer_steps_per_rollout", "transmission_samples"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "1 or more")
-        for name in ("warmup_steps", "weight_decay", "grad_clip", "max_version_diff"):
+        for name in ("warmup_steps", "weight_decay", "grad_clip", "rollout_ahead", "max_version_diff"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+        every = self.transmission_every
+        _require(every >= 0, "train.transmission_every", every, "0 (never) or more")
         _require(self.lr > 0, "train.lr", self.lr, "above 0")
         _require(
             all(0 <= beta < 1 for beta in self.betas), "train.betas", self.betas, "two numbers in [0, 1)"
@@ -188,7 +197,9 @@ class RunSettings:
     keep_last: int = 2
     """Checkpoints that are kept."""
     save_records: bool = False
-    """Keep the guidance records of every rollout in the run directory."""
+    """Keep the guidance records of the latest rollouts in the run directory, in the plan's codec."""
+    keep_records: int = 4
+    """Rollouts whose records are kept; older ones are deleted, so the disk they take is bounded."""
     tensorboard: bool = False
     """Also write metrics for TensorBoard (needs the `tensorboard` extra)."""
     wandb: bool = False
@@ -203,6 +214,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         _require(bool(self.dir), "run.dir", self.dir, "a directory name")
         _require(self.keep_last >= 1, "run.keep_last", self.keep_last, "1 or more")
+        _require(self.keep_records >= 1, "run.keep_records", self.keep_records, "1 or more")
         for name in ("checkpoint_every", "eval_every", "eval_items"):
             _require(getattr(self, name) >= 0, f"run.{name}", getattr(self, name), "0 or more")
 

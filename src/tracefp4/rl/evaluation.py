@@ -5,10 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracefp4.rl.rewards import Scorer
+from tracefp4.errors import ConfigError
 from tracefp4.rl.prompts import encode
+from tracefp4.rl.rewards import Scorer
 from tracefp4.rl.tasks import Task, TaskSource
 from tracefp4.rollout import Completion, Engine, SamplingParams
+
+# a completion is right when its reward is at least this
+CORRECT_AT = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +20,7 @@ class Evaluation:
     """Accuracy over held-out items."""
 
     accuracy: float
-    """Mean over items of the share of its samples whose reward is 1 (pass@1)."""
+    """Mean over items of the share of its samples whose reward is at least 1 (pass@1)."""
     standard_error: float
     """Of that mean over items: sample standard deviation / sqrt(items)."""
     pass_at_k: dict[int, float]
@@ -37,7 +41,6 @@ def evaluate(
     scorer: Scorer,
     params: SamplingParams,
     num_items: int,
-    correct_at: float = 1.0,
 ) -> Evaluation:
     """Complete `num_items` held-out prompts and score them.
 
@@ -48,13 +51,19 @@ def evaluate(
         scorer: the verifier; its counts are those of this evaluation.
         params: sampling; temperature 0 is greedy, n > 1 gives pass@k.
         num_items: at least 1.
-        correct_at: a reward at or above this counts as right.
+
+    Raises:
+        ConfigError: num_items below 1, or more items than the source has.
     """
+    if num_items < 1:
+        raise ConfigError(
+            f"evaluate needs at least 1 item; got {num_items}. Ask for some, or skip evaluation."
+        )
     tasks = [source.item(i) for i in range(num_items)]
     prompts = [encode(task, tokenizer=tokenizer) for task in tasks]
     results = engine.generate(prompts, params)
     right = [
-        sum(score_completion(c, task, tokenizer=tokenizer, scorer=scorer) >= correct_at for c in group)
+        sum(score_completion(c, task, tokenizer=tokenizer, scorer=scorer) >= CORRECT_AT for c in group)
         for task, group in zip(tasks, results, strict=True)
     ]
     shares = [count / params.n for count in right]
@@ -78,7 +87,15 @@ def score_completion(completion: Completion, task: Task, *, tokenizer: Any, scor
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Unbiased estimate 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, section 2.1)."""
+    """Return the unbiased estimate 1 - C(n - c, k) / C(n, k), 1 where n - c < k.
+
+    Args:
+        num_samples: n >= k.
+        num_right: c, 0 .. n.
+        k: at least 1.
+
+    Source: Chen et al. 2021 (arXiv 2107.03374), section 2.1.
+    """
     if num_samples - num_right < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)

@@ -5,65 +5,29 @@ the state of a run is the optimizer, the prompt cursor, the weight version and t
 training; with those restored, a resumed run ends in the same bytes as an uninterrupted one (on a CPU).
 """
 
-import hashlib
-import io
-import json
 import signal
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
-import torch
-
-from tracefp4.formats.arithmetic import EMULATED, Arithmetic
-from tracefp4.patching import Applied, Plan, apply, calibrate_kv, plan
-from tracefp4.rl import checkpoint
 from tracefp4.rl.advantages import AdvantageConfig
 from tracefp4.rl.config import RunConfig
 from tracefp4.rl.evaluation import Evaluation, evaluate
 from tracefp4.rl.metrics import MetricWriter, OnStep
-from tracefp4.rl.optimizer import MasterWeightAdamW
-from tracefp4.rl.policy import Policy, load_policy
-from tracefp4.rl.prompts import build_held_out, build_scorer, build_source, encode
+from tracefp4.rl.opening import open_run
+from tracefp4.rl.prompts import build_held_out, build_scorer
 from tracefp4.rl.rollouts import RolloutMaker
-from tracefp4.rl.rundir import RunDirectory, hardware, versions, weights_hash
+from tracefp4.rl.run import Run
+from tracefp4.rl.rundir import RunDirectory
 from tracefp4.rl.samples import TrainingSample
 from tracefp4.rl.sync import build_engine, publish
-from tracefp4.rl.tasks import TaskStream
-from tracefp4.rl.trainer import PolicyTrainer
+from tracefp4.rl.transmission import TransmissionProbe
 from tracefp4.rl.update import Updater, evaluation_params, sampling_params
-from tracefp4.rollout import LocalEngine
+from tracefp4.rollout import SamplingParams
 
-CALIBRATION_PROMPTS = 32
-
-
-@dataclass(kw_only=True)
-class Run:
-    """A run in progress: the objects of one training process and their counters."""
-
-    config: RunConfig
-    """The resolved recipe."""
-    directory: RunDirectory
-    """Its files."""
-    policy: Policy
-    """Model, tokenizer and generation defaults."""
-    applied: Applied
-    """The patched model and its plan."""
-    trainer: PolicyTrainer
-    """Scores and updates."""
-    engine: LocalEngine
-    """Samples."""
-    stream: TaskStream
-    """Prompts, with the cursor that a checkpoint keeps."""
-    step: int = 0
-    """Next step."""
-    pending: deque[list[TrainingSample]] = field(default_factory=deque)
-    """Rollouts made ahead of training, oldest first."""
-    counters: dict[str, int] = field(default_factory=lambda: {"optimizer_steps": 0, "samples_dropped": 0})
-    """Totals since the start of the run."""
+__all__ = ["build_engine", "evaluate", "evaluate_run", "train"]
 
 
 def train(config: RunConfig, *, resume: bool = False, on_step: OnStep | None = None) -> dict[str, Any]:
@@ -78,55 +42,76 @@ def train(config: RunConfig, *, resume: bool = False, on_step: OnStep | None = N
         The final manifest: weights hash, accuracies before and after, counters.
 
     Raises:
-        ConfigError: anything in the recipe, the checkpoint or the directory that cannot be used.
-        KeyboardInterrupt: after Ctrl-C, once the finished step's checkpoint is written.
+        ConfigError: anything in the recipe, the checkpoint or the directory that cannot be used; a full disk.
+        RecordError: a record that does not belong to the run.
+        KeyboardInterrupt: after Ctrl-C, once the finished step's checkpoint is written; a second Ctrl-C does
+            not wait.
     """
     directory = RunDirectory(config.run.dir, resume=resume)
-    run = _open(config, directory, resume=resume)
+    run = open_run(config, directory, resume=resume)
     writer = MetricWriter(config, directory, on_step=on_step)
     maker = _maker(run)
-    updater = Updater(run.trainer, config)
-    params = sampling_params(config, run.policy.defaults)
-    evaluations = dict(_manifest(run).get("evaluations", {}))  # type: ignore[call-overload]
-    with _interrupts() as interrupted:
-        while run.step < config.train.steps:
-            if _is_evaluation_step(config, run.step) and str(run.step) not in evaluations:
-                evaluations[str(run.step)] = asdict(evaluate_run(run))
-                _update_manifest(run, evaluations=evaluations)
-            row = _step(run, maker, updater, params)
-            writer.write(row)
-            run.step += 1
-            every = config.run.checkpoint_every
-            if interrupted or run.step == config.train.steps or (every and run.step % every == 0):
-                _save(run)
-            if interrupted:
-                writer.close()
-                raise KeyboardInterrupt
-    if config.run.eval_items and str(run.step) not in evaluations:
-        evaluations[str(run.step)] = asdict(evaluate_run(run))
-    assert run.trainer.optimizer is not None
-    final = {"weights_hash": weights_hash(run.trainer.optimizer.state_tensors()), "counters": run.counters}
-    _update_manifest(run, evaluations=evaluations, final=final)
-    writer.close()
-    return _manifest(run)
+    try:
+        with _interrupts() as interrupted:
+            _steps(run, maker, writer, interrupted)
+            if config.run.eval_items:
+                _evaluate_once(run)
+            run.note({"final": run.result()})
+    finally:
+        maker.scorer.close()
+        writer.close()
+    return run.manifest()
 
 
-def _step(run: Run, maker: RolloutMaker, updater: Updater, params: Any) -> dict[str, Any]:
-    """Sample with the engine's weights, train on the oldest pending rollout, publish."""
+def _steps(run: Run, maker: RolloutMaker, writer: MetricWriter, interrupted: list[int]) -> None:
+    """Take the remaining steps; checkpoint as the recipe says, at the end, and at an interruption."""
     config = run.config
-    tasks = run.stream.take(config.rollout.num_prompts)
-    rollout = maker.make(tasks, params(run.step))
-    run.pending.append(rollout.samples)
+    updater = Updater(run.trainer, config, reference=run.reference)
+    params = sampling_params(config, run.policy.defaults)
+    saved_step = run.step
+    while run.step < config.train.steps:
+        if _is_evaluation_step(config, run.step):
+            _evaluate_once(run)
+        if not interrupted:
+            writer.write(_step(run, maker, updater, params))
+            run.step += 1
+        every = config.run.checkpoint_every
+        is_due = run.step == config.train.steps or bool(every and run.step % every == 0)
+        if (is_due or interrupted) and run.step > saved_step:
+            run.save()
+            saved_step = run.step
+        if interrupted:
+            raise KeyboardInterrupt
+
+
+def _step(
+    run: Run, maker: RolloutMaker, updater: Updater, params: Callable[[int], SamplingParams]
+) -> dict[str, Any]:
+    """Sample with the engine's weights, then train on the oldest pending rollout."""
+    tasks = run.stream.take(run.config.rollout.num_prompts)
+    rollout = maker.make(tasks, params(run.step), step=run.step)
     metrics: dict[str, Any] = {"step": run.step, **rollout.metrics}
-    if len(run.pending) > config.train.rollout_ahead:
-        samples = run.pending.popleft()
-        version = run.engine.weight_version
-        fresh = [sample for sample in samples if sample.version_lag(version) <= config.train.max_version_diff]
-        run.counters["samples_dropped"] += len(samples) - len(fresh)
-        metrics |= updater.update(fresh, optimizer_step=run.counters["optimizer_steps"], version=version)
-        run.counters["optimizer_steps"] += updater.steps_taken
-        publish(run.applied.model, run.engine, version=version + 1)
+    if run.records is not None:
+        metrics |= run.records.put(run.step, rollout.samples)
+    run.pending.append(rollout.samples)
+    if len(run.pending) > run.config.train.rollout_ahead:
+        metrics |= _train_on(run, updater, run.pending.popleft())
     return metrics | {"weight_version": run.engine.weight_version, **run.counters}
+
+
+def _train_on(run: Run, updater: Updater, samples: list[TrainingSample]) -> dict[str, Any]:
+    """Drop what is too old, update, and publish the new weights under the next version."""
+    settings, version = run.config.train, run.engine.weight_version
+    fresh = [sample for sample in samples if sample.version_lag(version) <= settings.max_version_diff]
+    run.counters["samples_dropped"] += len(samples) - len(fresh)
+    probe = None
+    if fresh and settings.transmission_every and run.step % settings.transmission_every == 0:
+        probe = TransmissionProbe(run.trainer, fresh, num_samples=settings.transmission_samples)
+    metrics = updater.update(fresh, optimizer_step=run.counters["optimizer_steps"], version=version)
+    run.counters["optimizer_steps"] += updater.steps_taken
+    if updater.steps_taken:
+        publish(run.applied.model, run.engine, version=version + 1)
+    return metrics | (probe.finish() if probe is not None else {})
 
 
 def evaluate_run(run: Run) -> Evaluation:
@@ -139,89 +124,31 @@ def evaluate_run(run: Run) -> Evaluation:
         rollout=config.rollout,
         records=False,
     )
-    return evaluate(
-        engine,
-        tokenizer=run.policy.tokenizer,
-        source=build_held_out(config.task),
-        scorer=build_scorer(config.task),
-        params=evaluation_params(config, run.policy.defaults),
-        num_items=config.run.eval_items,
-    )
-
-
-def _open(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Run:
-    """Load the policy (or the last checkpoint), make or restore the plan, build trainer and engine."""
-    found = checkpoint.latest(directory.checkpoints) if resume else None
-    policy = load_policy(config.model.path if found is None else found)
-    stream = TaskStream(build_source(config.task))
-    arithmetic = EMULATED
-    run_plan = _plan(config, policy, stream, arithmetic)
-    applied = apply(policy.model, run_plan, arithmetic=arithmetic)
-    if config.train.activation_checkpointing:
-        policy.model.gradient_checkpointing_enable()
-        policy.model.train()
-    optimizer = MasterWeightAdamW(
-        policy.model, lr=config.train.lr, betas=config.train.betas, weight_decay=config.train.weight_decay
-    )
-    defaults = sampling_params(config, policy.defaults)(0)
-    trainer = PolicyTrainer(
-        applied=applied,
-        arithmetic=arithmetic,
-        pad_id=policy.pad_id,
-        temperature=defaults.temperature,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        optimizer=optimizer,
-    )
-    state = None if found is None else checkpoint.load_state(found)
-    if found is not None and state is not None:
-        checkpoint.check_digest(state, config_digest=config_digest(config))
-        optimizer.load_state_tensors(checkpoint.load_optimizer(found))
-        checkpoint.restore_rng(found)
-        stream.restore(state.data)
-    engine = build_engine(
-        policy.model,
-        run_plan,
-        arithmetic=arithmetic,
-        rollout=config.rollout,
-        records=run_plan.guided_sites,
-        weight_version=0 if state is None else state.weight_version,
-    )
-    run = Run(
-        config=config,
-        directory=directory,
-        policy=policy,
-        applied=applied,
-        trainer=trainer,
-        engine=engine,
-        stream=stream,
-    )
-    if found is not None and state is not None:
-        run.step, run.counters = state.step, dict(state.counters)
-        run.pending = _unpack(checkpoint.load_pending(found))
-    directory.cut_metrics(first_step=run.step)
-    if not resume:
-        directory.write_json("manifest.json", _first_manifest(run))
-        directory.write_json("config.json", asdict(config))
-    elif found is None:
-        directory.write_json("manifest.json", _first_manifest(run))
-    return run
-
-
-def _plan(config: RunConfig, policy: Policy, stream: TaskStream, arithmetic: Arithmetic) -> Plan:
-    """Make the plan, with KV exponents calibrated on the first prompts of the *starting* checkpoint."""
-    start = policy if policy.path == type(policy.path)(config.model.path) else load_policy(config.model.path)
-    made = plan(start.model, config.quantization)
-    if all(layer.kv is None for layer in made.layers):
-        return made
-    prompts = [encode(stream.source.item(i), tokenizer=start.tokenizer) for i in range(CALIBRATION_PROMPTS)]
-    longest = max(map(len, prompts))
-    input_ids = torch.tensor([ids + [start.pad_id] * (longest - len(ids)) for ids in prompts])
-    mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in prompts])
-    applied = apply(start.model, made, arithmetic=arithmetic)
+    scorer = build_scorer(config.task)
     try:
-        return calibrate_kv(start.model, made, input_ids=input_ids, attention_mask=mask)
+        return evaluate(
+            engine,
+            tokenizer=run.policy.tokenizer,
+            source=build_held_out(config.task),
+            scorer=scorer,
+            params=evaluation_params(config, run.policy.defaults),
+            num_items=config.run.eval_items,
+        )
     finally:
-        applied.undo()
+        scorer.close()
+
+
+def _evaluate_once(run: Run) -> None:
+    """Evaluate at this step unless the manifest already holds the result (the run was resumed here)."""
+    evaluations = dict(run.manifest().get("evaluations", {}))
+    if str(run.step) not in evaluations:
+        evaluations[str(run.step)] = asdict(evaluate_run(run))
+        run.note({"evaluations": evaluations})
+
+
+def _is_evaluation_step(config: RunConfig, step: int) -> bool:
+    every = config.run.eval_every
+    return bool(config.run.eval_items) and (step == 0 or (every > 0 and step % every == 0))
 
 
 def _maker(run: Run) -> RolloutMaker:
@@ -234,70 +161,6 @@ def _maker(run: Run) -> RolloutMaker:
         truncated=config.train.truncated,
         codec=config.quantization.guidance if run.applied.plan.guided_sites else "none",
     )
-
-
-def _is_evaluation_step(config: RunConfig, step: int) -> bool:
-    every = config.run.eval_every
-    return bool(config.run.eval_items) and (step == 0 or (every > 0 and step % every == 0))
-
-
-def _save(run: Run) -> None:
-    assert run.trainer.optimizer is not None
-    state = checkpoint.TrainState(
-        step=run.step,
-        weight_version=run.engine.weight_version,
-        data=run.stream.state(),
-        config_digest=config_digest(run.config),
-        counters=run.counters,
-    )
-    checkpoint.save(
-        run.directory.checkpoints,
-        state=state,
-        model=run.applied.model,
-        tokenizer=run.policy.tokenizer,
-        optimizer=run.trainer.optimizer.state_tensors(),
-        pending=_pack(run.pending),
-    )
-    checkpoint.keep_last(run.directory.checkpoints, count=run.config.run.keep_last)
-
-
-def config_digest(config: RunConfig) -> str:
-    """Digest of what must be equal when a run is resumed: everything but [run] and the number of steps."""
-    content = asdict(config)
-    content.pop("run")
-    content["train"].pop("steps")
-    return hashlib.blake2b(
-        json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8
-    ).hexdigest()
-
-
-def _pack(pending: deque[list[TrainingSample]]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(list(pending), buffer)
-    return buffer.getvalue()
-
-
-def _unpack(data: bytes) -> deque[list[TrainingSample]]:
-    return deque(torch.load(io.BytesIO(data), weights_only=False))
-
-
-def _first_manifest(run: Run) -> dict[str, Any]:
-    return {
-        "versions": versions(),
-        "hardware": hardware(),
-        "plan": run.applied.plan.summary(),
-        "patched_modules": list(run.applied.patched),
-        "seeds": {"train": run.config.train.seed, "task": run.config.task.seed},
-        "config_digest": config_digest(run.config),
-    }
-
-
-def _manifest(run: Run) -> dict[str, Any]:
-    return run.directory.read_json("manifest.json")
-
-
-def _update_manifest(run: Run, **content: Any) -> None:
-    run.directory.write_json("manifest.json", {**_manifest(run), **content})
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """Load a local Hugging Face checkpoint of a supported MoE family, with its tokenizer and generation defaults."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,21 +74,37 @@ def load_policy(path: str | Path) -> Policy:
         (directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")
     ):
         raise ConfigError(
-            f"model.path: {directory} has no tokenizer (tokenizer.json). Copy the tokenizer files of the base model there."
+            f"model.path: {directory} has no tokenizer (tokenizer.json). Copy the tokenizer files of the base "
+            "model there."
         )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, local_files_only=True
-        ).eval()
+        with no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, local_files_only=True
+            ).eval()
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(f"model.path: {directory} could not be loaded: {error}") from error
     return Policy(
         model=model, tokenizer=tokenizer, defaults=generation_defaults(model, tokenizer), path=directory
     )
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing a bar for every load and save inside."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def generation_defaults(model: Any, tokenizer: Any) -> GenerationDefaults:

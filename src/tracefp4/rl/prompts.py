@@ -42,6 +42,7 @@ def build_scorer(task: TaskConfig) -> Scorer:
             verifier=verifier,
             function=task.reward if verifier == "function" else "",
             timeout_s=task.reward_timeout_s,
+            isolation=task.reward_isolation,
             on_error=task.reward_on_error,
             answer_tag=task.answer_tag,
         )

@@ -1,15 +1,19 @@
 """One rollout: prompts in, scored and normalised training samples out."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tracefp4.guidance import Record
+from tracefp4.guidance.codec import codec_by_name
+from tracefp4.guidance.joining import recode_all
 from tracefp4.rl.advantages import AdvantageConfig, group_advantages
 from tracefp4.rl.evaluation import score_completion
 from tracefp4.rl.prompts import encode
-from tracefp4.rl.rewards import Scorer
+from tracefp4.rl.rewards import Scorer, outcome_metrics
 from tracefp4.rl.samples import TrainingSample
 from tracefp4.rl.tasks import Task
 from tracefp4.rl.trainer import with_advantages
@@ -41,18 +45,25 @@ class RolloutMaker:
     truncated: str
     """`mask`, `penalize` (reward 0) or `train`."""
     codec: str
-    """Codec whose bytes are reported: what the plan keeps per token."""
+    """Codec that records are kept in, `full` or `mantissa`; `none` leaves them as the engine made them."""
 
-    def make(self, tasks: Sequence[Task], params: SamplingParams) -> Rollout:
-        """Sample n completions of every task, score them and set their advantages."""
-        before = self.engine.stats
+    def make(self, tasks: Sequence[Task], params: SamplingParams, *, step: int = 0) -> Rollout:
+        """Sample n completions of every task, score them and set their advantages.
+
+        Args:
+            tasks: one GRPO group each.
+            params: sampling.
+            step: goes into the trajectories' names, `<step>.<group>.<sample>`, unique within a run.
+        """
+        before, counted = self.engine.stats, Counter(self.scorer.counts)
         prompts = [encode(task, tokenizer=self.tokenizer) for task in tasks]
         groups = self.engine.generate(prompts, params)
         stats = self.engine.stats
+        found = [(group, completion) for group, row in enumerate(groups) for completion in row]
+        records = self._records([completion.record for _, completion in found])
         samples = [
-            self._sample(completion, tasks[group], group)
-            for group, found in enumerate(groups)
-            for completion in found
+            self._sample(completion, tasks[group], record, name=f"{step}.{group}.{completion.sample_index}")
+            for (group, completion), record in zip(found, records, strict=True)
         ]
         rewards = torch.tensor([sample.reward for sample in samples])
         advantages = group_advantages(
@@ -71,25 +82,31 @@ class RolloutMaker:
             "rollout_seconds": seconds,
             "rollout_tokens_per_s": tokens / seconds if seconds else 0.0,
             "guidance_bytes_per_token": bytes_per_token(samples, codec=self.codec),
+            **outcome_metrics(Counter(self.scorer.counts) - counted),
         }
         return Rollout(samples=with_advantages(samples, advantages.values), metrics=metrics)
 
-    def _sample(self, completion: Completion, task: Task, group: int) -> TrainingSample:
+    def _records(self, records: Sequence[Record | None]) -> list[Record | None]:
+        """Recode all records at once, so that no later pass has to; the engine keeps whole codes."""
+        return list(records) if self.codec in ("none", "full") else recode_all(records, self.codec)
+
+    def _sample(
+        self, completion: Completion, task: Task, record: Record | None, *, name: str
+    ) -> TrainingSample:
         reward = score_completion(completion, task, tokenizer=self.tokenizer, scorer=self.scorer)
         is_truncated = completion.finish_reason == "length"
         if is_truncated and self.truncated == "penalize":
             reward = 0.0
-        record = completion.record
+        if record is not None:
+            record = replace(record, identity=replace(record.identity, trajectory=name))
         return TrainingSample(
-            trajectory=record.identity.trajectory
-            if record is not None
-            else f"{group}.{completion.sample_index}",
+            trajectory=name,
             prompt_ids=tuple(completion.prompt_ids),
             token_ids=tuple(completion.token_ids),
             rollout_logprobs=tuple(completion.logprobs),
             weight_versions=tuple(completion.weight_versions),
             reward=reward,
-            group_index=group,
+            group_index=completion.prompt_index,
             finish_reason=completion.finish_reason,
             is_truncated=is_truncated,
             record=record,
@@ -97,13 +114,17 @@ class RolloutMaker:
 
 
 def bytes_per_token(samples: Sequence[TrainingSample], *, codec: str) -> float:
-    """Return guidance bytes per recorded position under a codec: codes and scales, without routed ids."""
+    """Return guidance bytes per recorded position under a codec: codes and scales, without routed ids.
+
+    Computed from widths, whatever codec the records are in. 0 for `none`, and without recorded sites.
+    """
     if codec == "none":
         return 0.0
-    total, positions = 0, 0
+    bits = codec_by_name(codec).bits_per_value
+    total, positions = 0.0, 0
     for sample in samples:
         if sample.record is not None and sample.record.sites:
-            size = sample.record.recode(codec).num_bytes()
-            total += size.codes + size.block_scales
+            parts = sample.record.sites.values()
+            total += sum(part.width * part.rows_per_token for part in parts) * sample.record.length * bits / 8
             positions += sample.record.length
     return total / positions if positions else 0.0

@@ -2,7 +2,8 @@
 
 Layout: config.json, manifest.json, metrics.jsonl, checkpoints/step_000010/, records/. A directory that already
 holds a run is refused unless the run is resumed; resuming cuts metrics after the checkpoint's step, so a
-killed step leaves no trace.
+killed step leaves no trace. config.json is written last when a run starts: a directory without it holds no run
+yet, and a run that was killed that early starts again.
 """
 
 import errno
@@ -13,6 +14,7 @@ import platform
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import tracefp4
 from tracefp4.errors import ConfigError
@@ -27,19 +29,30 @@ class RunDirectory:
         """Create the directory, or open it to resume.
 
         Raises:
-            ConfigError: it holds a run and `resume` is False, or `resume` is True and it holds none.
+            ConfigError: it holds a run and `resume` is False; `resume` is True and it does not exist or holds
+                something that is no run; it cannot be made.
         """
         self.path = Path(path)
-        exists = (self.path / "config.json").exists()
-        if exists and not resume:
+        if resume and not self.path.is_dir():
             raise ConfigError(
-                f"run.dir: {self.path} already holds a run. Use --resume to continue it, or name another directory."
+                f"--resume: {self.path} holds no run (no such directory). Start it without --resume."
             )
-        if resume and not exists:
+        self.is_begun = (self.path / "config.json").exists()
+        if self.is_begun and not resume:
             raise ConfigError(
-                f"--resume: {self.path} holds no run (no config.json). Start it without --resume."
+                f"run.dir: {self.path} already holds a run. Use --resume to continue it, or name another "
+                "directory."
             )
-        self.path.mkdir(parents=True, exist_ok=True)
+        others = _foreign_names(self.path) if not self.is_begun and self.path.is_dir() else []
+        if others and (resume or "checkpoints" in others):
+            raise ConfigError(
+                f"run.dir: {self.path} holds no run (no config.json) but {', '.join(others[:3])}. Name the "
+                "directory of the run, or an empty one for a new run."
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(self.path, 0, error) from error
         self.checkpoints = self.path / "checkpoints"
         self.records = self.path / "records"
 
@@ -47,7 +60,7 @@ class RunDirectory:
         """Write one JSON file atomically: temporary file, fsync, rename."""
         write_atomically(self.path / name, (json.dumps(content, indent=2, default=str) + "\n").encode())
 
-    def read_json(self, name: str) -> dict[str, object]:
+    def read_json(self, name: str) -> dict[str, Any]:
         """Read one JSON file of the run."""
         return dict(json.loads((self.path / name).read_text(encoding="utf-8")))
 
@@ -76,6 +89,12 @@ class RunDirectory:
         write_atomically(path, "".join(kept).encode())
 
 
+def _foreign_names(path: Path) -> list[str]:
+    """What lies in a directory and was not left by a run that was killed before its config was written."""
+    own = {"manifest.json", ".manifest.json.tmp", ".config.json.tmp"}
+    return sorted({entry.name for entry in path.iterdir()} - own)
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that it is either the old one or the new one, also after a crash or a full disk."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -90,9 +109,16 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise disk_error(path, len(data), error) from error
 
 
-def disk_error(path: Path, num_bytes: int, error: OSError) -> ConfigError:
-    """Turn an OS error into one that says what could not be written and what to do."""
-    cause = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+def is_disk_full(error: BaseException) -> bool:
+    """Say whether an error means a full disk (or quota), also one that a library in Rust reports as text."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "No space left on device" in str(error)
+
+
+def disk_error(path: Path, num_bytes: int, error: BaseException) -> ConfigError:
+    """Turn a failed write into an error that says what could not be written and what to do."""
+    cause = "the disk is full" if is_disk_full(error) else str(error)
     return ConfigError(
         f"{path} could not be written ({num_bytes} bytes): {cause}. What was written before is intact. "
         "Free space or fix the path, then continue with --resume."

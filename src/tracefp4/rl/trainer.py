@@ -14,7 +14,8 @@ from torch import Tensor
 from tracefp4.diagnostics.agreement import AgreementCounts, SiteCounts, merge_sites
 from tracefp4.errors import RecordError
 from tracefp4.formats.arithmetic import Arithmetic
-from tracefp4.guidance import Record, ReplayBatch
+from tracefp4.guidance import ReplayBatch
+from tracefp4.guidance.joining import recode_all
 from tracefp4.guidance.session import replay
 from tracefp4.patching import Applied, Plan
 from tracefp4.rl.batching import Batch, micro_batches, pad, token_logprobs
@@ -35,6 +36,44 @@ class Scored:
     """Guided places without a usable record, rounded to nearest (over all sites)."""
     values_changed_fraction: float
     """Share of guided values whose codeword differs from nearest rounding at the same scale."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Following:
+    """How much of the records a pass followed, at the plan's guided sites, added over micro-batches."""
+
+    values: int = 0
+    """Values rounded."""
+    changed: int = 0
+    """Values whose codeword differs from nearest rounding at the same scale."""
+    positions: int = 0
+    """Positions times sites."""
+    positions_guided: int = 0
+    """Those with a usable record; the others were rounded to nearest."""
+
+    def add(self, batch: ReplayBatch, *, plan: Plan) -> None:
+        """Add the counters of a batch that has run."""
+        for site in plan.guided_sites:
+            counts = batch.counters.sites.get(site)
+            if counts is not None:
+                self.values += counts.values
+                self.changed += int(counts.values_changed)
+                self.positions += counts.positions
+                self.positions_guided += counts.positions_guided
+
+    @property
+    def changed_fraction(self) -> float:
+        """Share of values that guidance moved; 0 without any."""
+        return self.changed / self.values if self.values else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return `guidance/...` metrics; {} where the plan guides nothing."""
+        if not self.positions:
+            return {}
+        return {
+            "guidance/followed_fraction": self.positions_guided / self.positions,
+            "guidance/changed_fraction": self.changed_fraction,
+        }
 
 
 @dataclass(kw_only=True)
@@ -72,12 +111,15 @@ class PolicyTrainer:
         """Compute the log-probs of every completion token, guided as the plan says.
 
         Args:
-            samples: with their records (full codec; recoded here to the plan's codec).
-            measure: also compare codes with the full records, before and after guidance.
+            samples: with their records, in the plan's codec or in `full` (recoded here, in every pass).
+            measure: also compare codes with the records, before and after guidance; they must be `full`.
+
+        Raises:
+            RecordError: a record of another scheme or plan, or one that is not `full` when measuring.
         """
         parts: list[tuple[int, Tensor]] = []
         counts: list[SiteCounts] = []
-        missing, changed, values = 0, 0, 0
+        following = Following()
         with torch.no_grad():
             for chosen in self._micro_batches(samples):
                 batch = self._pad([samples[i] for i in chosen])
@@ -85,16 +127,14 @@ class PolicyTrainer:
                 with replay(replayed):
                     logprobs = self._token_logprobs(batch)
                 parts += [(i, logprobs[row][batch.completion_mask[row]]) for row, i in enumerate(chosen)]
-                total = replayed.counters.total()
-                missing, changed = missing + total.positions_missing, changed + int(total.values_changed)
-                values += total.values
+                following.add(replayed, plan=self.plan)
                 counts.append(_measured(replayed))
         ordered = [logprobs for _, logprobs in sorted(parts, key=lambda part: part[0])]
         return Scored(
             logprobs=tuple(ordered),
             agreement=merge_sites(counts),
-            positions_missing=missing if self.plan.guided_sites else 0,
-            values_changed_fraction=changed / values if values else 0.0,
+            positions_missing=following.positions - following.positions_guided,
+            values_changed_fraction=following.changed_fraction,
         )
 
     def update(
@@ -132,8 +172,10 @@ class PolicyTrainer:
         metrics: list[dict[str, float]] = []
         total_loss = 0.0
         seen: list[Tensor] = [torch.empty(0)] * len(samples)
+        following = Following()
         for chosen, batch in batches:
-            with replay(self._replay_batch(batch, measure=False)):
+            replayed = self._replay_batch(batch, measure=False)
+            with replay(replayed):
                 logprobs = self._token_logprobs(batch)
                 old = (
                     logprobs.detach()
@@ -150,12 +192,14 @@ class PolicyTrainer:
                 )
                 result = grpo_loss(logprobs, data=data, config=loss, denominator=denominator)
                 result.loss.backward()
+            following.add(replayed, plan=self.plan)
             metrics.append(result.metrics)
             total_loss += result.loss.item()
             for row, i in enumerate(chosen):
                 seen[i] = logprobs.detach()[row][batch.completion_mask[row]]
         norm = self.optimizer.step(lr_scale=lr_scale, grad_clip=grad_clip)
-        return {**merge_metrics(metrics), "loss": total_loss, "grad_norm": norm}, seen
+        found = {**merge_metrics(metrics), **following.metrics(), "loss": total_loss, "grad_norm": norm}
+        return found, seen
 
     def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[tuple[int, ...]]:
         lengths = [sample.num_tokens for sample in samples]
@@ -180,10 +224,8 @@ class PolicyTrainer:
             if record is not None:
                 record.check(scheme_digest=plan.scheme_digest, plan_digest=plan.digest)
         codec = plan.rules.guidance
-        records: list[Record | None] = [
-            None if record is None else (record if codec in ("none", "full") else record.recode(codec))
-            for record in batch.records
-        ]
+        whole = codec in ("none", "full")
+        records = list(batch.records) if whole else recode_all(batch.records, codec)
         return ReplayBatch(
             positions=batch.positions,
             records=records,

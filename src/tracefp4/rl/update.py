@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tracefp4.diagnostics.mismatch import mismatch_metrics
+from tracefp4.diagnostics.mismatch import mismatch_by_lag, mismatch_metrics
 from tracefp4.errors import ConfigError
 from tracefp4.rl.config import RunConfig
 from tracefp4.rl.losses import LossConfig, merge_metrics
@@ -76,7 +77,15 @@ class Updater:
             trainer: the policy.
             config: the recipe.
             reference: scores the KL term's reference policy, unguided; needed when loss.kl_coef > 0.
+
+        Raises:
+            ConfigError: loss.kl_coef is above 0 and there is no reference.
         """
+        if config.loss.kl_coef > 0 and reference is None:
+            raise ConfigError(
+                f"loss.kl_coef: {config.loss.kl_coef} needs a reference policy; got none. Load the starting "
+                "checkpoint as one, or set loss.kl_coef = 0."
+            )
         self.trainer, self.config, self.reference = trainer, config, reference
         self.loss = loss_config(config)
         self.steps_taken = 0
@@ -91,7 +100,7 @@ class Updater:
         started = time.perf_counter()
         num_steps = self.config.train.optimizer_steps_per_rollout
         old = None if num_steps == 1 else list(self.trainer.score(samples).logprobs)
-        ref = None if self.reference is None else list(self.reference.score(samples).logprobs)
+        ref = self._reference_logprobs(samples)
         seen: list[Tensor | None] = list(old) if old is not None else [None] * len(samples)
         parts = []
         for chosen in _shards(len(samples), num_steps, seed=self.config.train.seed * 7919 + optimizer_step):
@@ -119,7 +128,14 @@ class Updater:
             "version_lag_max": max(lags),
             **merge_metrics(parts),
             **mismatch_of(samples, own),
+            **mismatch_of_lags(samples, own, version=version),
         }
+
+    def _reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[Tensor] | None:
+        """Score the reference policy; it computes in bf16 and follows no record, neither codes nor routing."""
+        if self.reference is None:
+            return None
+        return list(self.reference.score([replace(sample, record=None) for sample in samples]).logprobs)
 
 
 def loss_config(config: RunConfig) -> LossConfig:
@@ -137,16 +153,32 @@ def loss_config(config: RunConfig) -> LossConfig:
 
 def mismatch_of(samples: Sequence[TrainingSample], logprobs: Sequence[Tensor]) -> dict[str, float]:
     """Return the standard mismatch metrics of these samples: log p_train against the recorded log p_rollout."""
-    longest = max(len(sample.token_ids) for sample in samples)
-    train = torch.zeros(len(samples), longest, dtype=torch.float64)
-    rollout = torch.zeros_like(train)
-    mask = torch.zeros(len(samples), longest, dtype=torch.bool)
-    for row, (sample, values) in enumerate(zip(samples, logprobs, strict=True)):
-        n = len(sample.token_ids)
-        train[row, :n] = values.to(torch.float64)
-        rollout[row, :n] = torch.tensor(sample.rollout_logprobs, dtype=torch.float64)
-        mask[row, :n] = True
+    train = _padded(logprobs)
+    rollout, mask = _rollout_side(samples)
     return mismatch_metrics(train, rollout_logprobs=rollout, mask=mask)
+
+
+def mismatch_of_lags(
+    samples: Sequence[TrainingSample], logprobs: Sequence[Tensor], *, version: int
+) -> dict[str, float]:
+    """Return `lag<n>/mismatch/...` for every lag n that occurs; {} when all tokens are of this version."""
+    rollout, mask = _rollout_side(samples)
+    lag = _padded([torch.tensor(sample.weight_versions) for sample in samples]).to(torch.int64)
+    lag = torch.where(mask, version - lag, 0)
+    if not bool(lag.any()):
+        return {}
+    found = mismatch_by_lag(_padded(logprobs), rollout_logprobs=rollout, mask=mask, version_lag=lag)
+    return {f"lag{n}/{name}": value for n, metrics in found.items() for name, value in metrics.items()}
+
+
+def _rollout_side(samples: Sequence[TrainingSample]) -> tuple[Tensor, Tensor]:
+    """The rollout's log-probs [B, T], float64, and the mask of completion tokens."""
+    rollout = _padded([torch.tensor(sample.rollout_logprobs, dtype=torch.float64) for sample in samples])
+    return rollout, _padded([torch.ones(len(sample.token_ids)) for sample in samples]).bool()
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence([row.to(torch.float64) for row in rows], batch_first=True)
 
 
 def _shards(num_samples: int, num_shards: int, *, seed: int) -> list[list[int]]:

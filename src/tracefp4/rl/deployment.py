@@ -1,0 +1,178 @@
+"""A checkpoint as it would be deployed: BF16, or FP4 rounded to nearest, with its own sampling defaults.
+
+There is no guidance here and nothing is recorded. A checkpoint that a run wrote names the run's KV exponents and
+is rounded with them; any other one is calibrated, on prompts of the task or on a fixed text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tracefp4.errors import ConfigError
+from tracefp4.formats.arithmetic import EMULATED
+from tracefp4.patching import Plan, PlanRules, apply
+from tracefp4.rl import checkpoint
+from tracefp4.rl.config import RolloutConfig, RunConfig
+from tracefp4.rl.evaluation import Evaluation, evaluate
+from tracefp4.rl.opening import CALIBRATION_PROMPTS
+from tracefp4.rl.planning import calibrated_plan, remembered_plan
+from tracefp4.rl.policy import Policy, load_policy
+from tracefp4.rl.prompts import build_held_out, build_scorer, build_source, encode
+from tracefp4.rl.sync import build_engine
+from tracefp4.rl.tasks import Task, encode_prompt
+from tracefp4.rl.update import EVALUATION_SEED
+from tracefp4.rollout import SamplingParams
+
+# calibrates K and V where no task is at hand; the exponents are powers of two, so any ordinary text will do
+CALIBRATION_TEXTS = (
+    "The quick brown fox jumps over the lazy dog, and then it rests for a while under an old tree.",
+    "Q: What is 17 + 25 - 8? A: 17 + 25 = 42, and 42 - 8 = 34. The answer is 34.",
+    "def area(width, height):\n    return width * height\n",
+)
+MAX_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deployed:
+    """A loaded checkpoint and how it is rounded."""
+
+    policy: Policy
+    """Model (patched, parameters in bf16 values), tokenizer and defaults."""
+    plan: Plan
+    """What is FP4; guides nothing."""
+    params: SamplingParams
+    """The checkpoint's own sampling defaults."""
+
+
+def load_deployed(path: str | Path, *, mode: str = "fp4") -> Deployed:
+    """Load a checkpoint for generation.
+
+    Args:
+        path: a local Hugging Face checkpoint of a supported family.
+        mode: `fp4` (rounded to nearest) or `bf16`.
+
+    Raises:
+        ConfigError: a checkpoint that cannot be used, or an unknown mode.
+    """
+    rules = PlanRules(mode=mode, guidance="none")
+    policy = load_policy(path)
+    texts = [policy.tokenizer.encode(text) for text in CALIBRATION_TEXTS]
+    return _deployed(policy, rules, calibration=texts)
+
+
+def evaluate_checkpoint(config: RunConfig, *, num_items: int, samples: int = 1) -> Evaluation:
+    """Evaluate `model.path` of a recipe on held-out items of its task.
+
+    Args:
+        config: model, task, engine sizes and what is quantized; guidance is ignored.
+        num_items: held-out items.
+        samples: 1 samples at `run.eval_temperature` (0, greedy, unless the recipe says otherwise); more draw
+            with temperature, top-p and top-k of the recipe or of the checkpoint, and give pass@k.
+
+    Raises:
+        ConfigError: a checkpoint, task or size that cannot be used.
+    """
+    source = build_held_out(config.task)
+    policy = load_policy(config.model.path)
+    training = build_source(config.task)
+    prompts = [encode(training.item(i), tokenizer=policy.tokenizer) for i in range(CALIBRATION_PROMPTS)]
+    deployed = _deployed(policy, replace(config.quantization, guidance="none"), calibration=prompts)
+    engine = build_engine(
+        policy.model, deployed.plan, arithmetic=EMULATED, rollout=config.rollout, records=False
+    )
+    scorer = build_scorer(config.task)
+    try:
+        return evaluate(
+            engine,
+            tokenizer=policy.tokenizer,
+            source=source,
+            scorer=scorer,
+            params=_evaluation_params(config, deployed.params, samples=samples),
+            num_items=num_items,
+        )
+    finally:
+        scorer.close()
+
+
+def generate_text(
+    deployed: Deployed, prompts: Sequence[str], *, params: SamplingParams, is_chat: bool = False
+) -> list[list[str]]:
+    """Complete prompts.
+
+    Args:
+        deployed: from `load_deployed`.
+        prompts: plain texts, none empty.
+        params: sampling; start from `deployed.params`.
+        is_chat: put each prompt into the tokenizer's chat template as a user's turn.
+
+    Returns:
+        [len(prompts)][params.n] texts without special tokens.
+
+    Raises:
+        ConfigError: an empty prompt, or a chat prompt for a tokenizer without a template.
+    """
+    tokenizer = deployed.policy.tokenizer
+    ids = [
+        encode_prompt(
+            Task(source="prompt", index=i, prompt=text), tokenizer=tokenizer, uses_chat_template=is_chat
+        )
+        for i, text in enumerate(prompts)
+    ]
+    engine = build_engine(
+        deployed.policy.model,
+        deployed.plan,
+        arithmetic=EMULATED,
+        rollout=_sizes(ids, params),
+        records=False,
+    )
+    return [
+        [tokenizer.decode(found.token_ids, skip_special_tokens=True) for found in group]
+        for group in engine.generate(ids, params)
+    ]
+
+
+def _deployed(policy: Policy, rules: PlanRules, *, calibration: Sequence[Sequence[int]]) -> Deployed:
+    made = _plan(policy, rules, calibration)
+    apply(policy.model, made, arithmetic=EMULATED)
+    defaults = policy.defaults
+    params = SamplingParams(
+        max_tokens=MAX_TOKENS,
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        stop_token_ids=defaults.stop_token_ids,
+    )
+    return Deployed(policy=policy, plan=made, params=params)
+
+
+def _plan(policy: Policy, rules: PlanRules, calibration: Sequence[Sequence[int]]) -> Plan:
+    """Round as the run that wrote this checkpoint did, or calibrate."""
+    if (policy.path / "state.json").is_file():
+        summary = checkpoint.load_state(policy.path).plan
+        if summary.get("rules", {}).get("mode") == "fp4":
+            return remembered_plan(policy, rules, summary=summary)
+    return calibrated_plan(policy, rules, prompts=calibration, arithmetic=EMULATED)
+
+
+def _evaluation_params(config: RunConfig, defaults: SamplingParams, *, samples: int) -> SamplingParams:
+    rollout = config.rollout
+    if samples < 1:
+        raise ConfigError(f"evaluate_checkpoint needs at least 1 sample per item; got {samples}. Use 1.")
+    params = replace(defaults, max_tokens=rollout.max_tokens, n=samples, seed=EVALUATION_SEED)
+    if samples == 1:
+        return replace(params, temperature=config.run.eval_temperature, top_p=1.0, top_k=0)
+    return replace(
+        params,
+        temperature=params.temperature if rollout.temperature is None else rollout.temperature,
+        top_p=params.top_p if rollout.top_p is None else rollout.top_p,
+        top_k=params.top_k if rollout.top_k is None else rollout.top_k,
+    )
+
+
+def _sizes(prompts: Sequence[Sequence[int]], params: SamplingParams) -> RolloutConfig:
+    """An engine that holds what is asked for: up to 64 sequences of the longest length at once."""
+    sizes = RolloutConfig()
+    batch = min(sizes.max_batch, len(prompts) * params.n)
+    longest = max(map(len, prompts)) + params.max_tokens
+    pages = batch * (longest // sizes.page_size + 2)
+    return replace(sizes, num_pages=max(pages, sizes.num_pages))

@@ -1,0 +1,120 @@
+"""A run in progress: its objects, its counters, and what it writes about itself (checkpoints and the manifest)."""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tracefp4.patching import Applied
+from tracefp4.rl import checkpoint
+from tracefp4.rl.config import RunConfig
+from tracefp4.rl.pending import samples_to_bytes
+from tracefp4.rl.policy import Policy
+from tracefp4.rl.records import RecordKeeper
+from tracefp4.rl.rundir import RunDirectory, hardware, versions, weights_hash
+from tracefp4.rl.samples import TrainingSample
+from tracefp4.rl.tasks import TaskStream
+from tracefp4.rl.trainer import PolicyTrainer
+from tracefp4.rollout import LocalEngine
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The objects of one training process and their counters."""
+
+    config: RunConfig
+    """The resolved recipe."""
+    directory: RunDirectory
+    """Its files."""
+    policy: Policy
+    """Model, tokenizer and generation defaults."""
+    applied: Applied
+    """The patched model and its plan."""
+    trainer: PolicyTrainer
+    """Scores and updates."""
+    engine: LocalEngine
+    """Samples."""
+    stream: TaskStream
+    """Prompts, with the cursor that a checkpoint keeps."""
+    reference: PolicyTrainer | None = None
+    """Scores the KL term's reference policy; None without a KL term."""
+    records: RecordKeeper | None = None
+    """Keeps records on disk; None when the recipe does not ask for it."""
+    step: int = 0
+    """Next step."""
+    pending: deque[list[TrainingSample]] = field(default_factory=deque)
+    """Rollouts made ahead of training, oldest first."""
+    counters: dict[str, int] = field(default_factory=lambda: {"optimizer_steps": 0, "samples_dropped": 0})
+    """Totals since the start of the run."""
+
+    def save(self) -> None:
+        """Write a checkpoint and delete the oldest beyond `run.keep_last`.
+
+        Raises:
+            ConfigError: the disk is full; earlier checkpoints are intact.
+        """
+        assert self.trainer.optimizer is not None
+        state = checkpoint.TrainState(
+            step=self.step,
+            weight_version=self.engine.weight_version,
+            data=self.stream.state(),
+            config_digest=config_digest(self.config),
+            counters=self.counters,
+            plan=self.applied.plan.summary(),
+        )
+        checkpoint.save(
+            self.directory.checkpoints,
+            state=state,
+            model=self.applied.model,
+            tokenizer=self.policy.tokenizer,
+            optimizer=self.trainer.optimizer.state_tensors(),
+            pending=samples_to_bytes(self.pending),
+        )
+        checkpoint.keep_last(self.directory.checkpoints, count=self.config.run.keep_last)
+
+    def begin(self) -> None:
+        """Write the manifest and the resolved config of a new run, in this order."""
+        self.directory.write_json("manifest.json", self._first_manifest())
+        self.directory.write_json("config.json", asdict(self.config))
+
+    def manifest(self) -> dict[str, Any]:
+        """Read the manifest."""
+        return self.directory.read_json("manifest.json")
+
+    def note(self, content: Mapping[str, Any]) -> None:
+        """Add entries to the manifest, or replace them."""
+        self.directory.write_json("manifest.json", {**self.manifest(), **content})
+
+    def result(self) -> dict[str, Any]:
+        """Return what identifies the outcome: a hash over masters and moments, and the counters."""
+        assert self.trainer.optimizer is not None
+        return {
+            "weights_hash": weights_hash(self.trainer.optimizer.state_tensors()),
+            "steps": self.step,
+            "counters": self.counters,
+        }
+
+    def _first_manifest(self) -> dict[str, Any]:
+        return {
+            "versions": versions(),
+            "hardware": hardware(),
+            "plan": self.applied.plan.summary(),
+            "patched_modules": list(self.applied.patched),
+            "seeds": {"train": self.config.train.seed, "task": self.config.task.seed},
+            "config_digest": config_digest(self.config),
+        }
+
+
+def config_digest(config: RunConfig) -> str:
+    """Return 16 hex digits of what must be equal when a run is resumed.
+
+    All but [run], the number of steps and the measurement of transmission: those change no weight.
+    """
+    content = asdict(config)
+    content.pop("run")
+    for name in ("steps", "transmission_every", "transmission_samples"):
+        content["train"].pop(name)
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
