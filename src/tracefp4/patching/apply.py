@@ -39,7 +39,7 @@ class Applied:
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def undo(self) -> None:
-        """Restore the model's own forward everywhere; the weights stay as they are."""
+        """Restore the model's own forward everywhere; the weights keep their present values and dtype."""
         while self._undo:
             self._undo.pop()()
 

@@ -158,7 +158,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     y = state.project(middle.index_select(0, inverse), order, self, "down_proj", group_sizes)
-    y = y.index_select(0, inverse).view(num_tokens, top_k, -1) * top_k_weights.unsqueeze(-1)
+    y = y.index_select(0, inverse).unflatten(0, (num_tokens, top_k)) * top_k_weights.unsqueeze(-1)
     return state.round(y.sum(dim=1))
 
 

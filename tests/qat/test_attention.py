@@ -1,0 +1,119 @@
+"""Trainer attention over rounded keys and values: what it computes, what it passes back, what it refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.assertions import assert_bitwise
+from tests.qat.expert_modules import EXACT64, FP4
+
+from tracefp4.errors import ConfigError
+from tracefp4.formats import BF16_LAYER, NVFP4_KV
+from tracefp4.formats.arithmetic import EMULATED
+from tracefp4.guidance import Site
+from tracefp4.guidance.session import record
+from tracefp4.ops.guided_quantize import guided_quantize
+from tracefp4.qat.attention import SiteSettings, attention_forward
+
+# float64 softmax and products in another order
+CLOSE = 1e-12
+B, HEADS, KV_HEADS, T, D = 2, 4, 2, 5, 16
+
+
+class Observer:
+    def __init__(self):
+        self.seen = {}
+
+    def observe(self, site, rounded):
+        self.seen[site] = rounded
+
+    def observe_routing(self, layer, expert_ids):
+        raise AssertionError("attention does not route")
+
+
+def module(precision=FP4, arithmetic=EXACT64, **options):
+    return SimpleNamespace(tracefp4=SiteSettings(3, precision, arithmetic, **options))
+
+
+def tensors(dtype=torch.float64):
+    shapes = ((B, HEADS, T, D), (B, KV_HEADS, T, D), (B, KV_HEADS, T, D))
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def nearest(x, exponent):
+    """K or V [B, C, T, D] rounded token by token, head by head."""
+    rows = x.detach().transpose(1, 2).reshape(B * T, KV_HEADS * D)
+    values = guided_quantize(rows, scheme=NVFP4_KV, exponent=exponent).values
+    return values.view(B, T, KV_HEADS, D).transpose(1, 2)
+
+
+def plain_attention(q, k, v):
+    """[B, T, H, D] of causal attention, one query head after the other."""
+    out = []
+    for head in range(HEADS):
+        keys, values = (x[:, head // (HEADS // KV_HEADS)] for x in (k, v))
+        scores = q[:, head] @ keys.transpose(1, 2) / D**0.5
+        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
+        out.append(scores.softmax(-1) @ values)
+    return torch.stack(out, dim=2)
+
+
+def test_attends_to_rounded_keys_and_values_with_straight_through_gradients():
+    # Mutations: rounding v with k's exponent, gradients that stop at the rounding, heads grouped wrongly.
+    q, k, v = tensors()
+    out, _ = attention_forward(module(), q, k, v, None)
+    k_hat, v_hat = nearest(k, 0).requires_grad_(), nearest(v, -3).requires_grad_()
+    expected = plain_attention(q, k_hat, v_hat)
+    assert (out - expected).abs().max() < CLOSE
+    incoming = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), incoming)
+    wanted = torch.autograd.grad(expected, (q, k_hat, v_hat), incoming)
+    for got, want in zip(found, wanted, strict=True):
+        assert (got - want).abs().max() < CLOSE
+    assert (k_hat - k).abs().max() > 0.05 and (v_hat - v).abs().max() > 0.05
+
+
+def test_bf16_layers_attend_to_what_they_were_given():
+    q, k, v = tensors()
+    out, _ = attention_forward(module(BF16_LAYER), q, k, v, None)
+    assert (out - plain_attention(q, k, v)).abs().max() < CLOSE
+
+
+def test_an_additive_mask_is_the_causal_one():
+    q, k, v = tensors()
+    mask = torch.zeros(1, 1, T, T, dtype=torch.float64)
+    mask.masked_fill_(torch.ones(T, T).triu(1).bool(), torch.finfo(torch.float64).min)
+    given, _ = attention_forward(module(), q, k, v, mask, scaling=D**-0.5)
+    assert_bitwise(given, attention_forward(module(), q, k, v, None)[0])
+
+
+def test_a_row_of_a_site_is_one_token_with_all_its_heads():
+    q, k, v = tensors()
+    observer = Observer()
+    with record(observer):
+        attention_forward(module(), q, k, v, None)
+    assert set(observer.seen) == {Site("k", 3), Site("v", 3)}
+    values = observer.seen[Site("v", 3)].values
+    assert values.shape == (B * T, KV_HEADS * D)
+    assert_bitwise(values[T + 2].view(KV_HEADS, D), nearest(v, -3)[1, :, 2])
+
+
+def test_calibration_sees_unrounded_rows_also_in_bf16_layers():
+    seen = {}
+    q, k, v = tensors()
+    attention_forward(module(BF16_LAYER, observer=seen.__setitem__), q, k, v, None)
+    assert_bitwise(seen[Site("k", 3)].view(B, T, KV_HEADS, D), k.detach().transpose(1, 2).contiguous())
+
+
+def test_emulated_outputs_are_bf16_values_and_gradients_flow():
+    q, k, v = tensors(torch.float32)
+    inputs = [x.clone() for x in (q, k, v)]  # rounding in place must not reach a leaf
+    out, _ = attention_forward(module(arithmetic=EMULATED), *inputs, None)
+    assert_bitwise(out.detach().bfloat16().float(), out.detach())
+    out.sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_dropout_is_refused():
+    with pytest.raises(ConfigError, match=r"dropout 0\.1 is refused.*attention_dropout to 0"):
+        attention_forward(module(), *tensors(), None, dropout=0.1)

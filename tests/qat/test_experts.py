@@ -1,0 +1,196 @@
+"""FP4 experts: forward and both backward modes against a loop that writes out every matrix product."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.assertions import assert_bitwise
+from tests.qat.expert_modules import FP4, Experts, bf16_experts, dense_reference, nearest
+from torch.nn.functional import linear, silu
+
+from tracefp4.errors import ConfigError
+from tracefp4.formats.arithmetic import CONTROL
+from tracefp4.guidance import Site
+from tracefp4.guidance.session import record
+from tracefp4.qat.experts import ExpertWeights
+
+# float64 sums of 16 or 32 terms in another order
+CLOSE = 1e-12
+
+
+class Observer:
+    """A sink that keeps what every site rounded."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def observe(self, site, rounded):
+        self.seen[site] = rounded
+
+    def observe_routing(self, layer, expert_ids):
+        raise AssertionError("experts do not route")
+
+
+def inputs(num_tokens=6, width=32, top_k=2, num_experts=4):
+    """Activations, expert ids (expert 3 gets no token) and combination weights."""
+    x = torch.randn(num_tokens, width, dtype=torch.float64, requires_grad=True)
+    ids = torch.stack([torch.randperm(num_experts - 1)[:top_k] for _ in range(num_tokens)])
+    weights = torch.rand(num_tokens, top_k, dtype=torch.float64, requires_grad=True)
+    return x, ids, weights
+
+
+def gradients(module, x, weights, y, incoming):
+    found = torch.autograd.grad(y, (x, weights, module.gate_up_proj, module.down_proj), incoming)
+    return dict(zip(("x", "weights", "gate_up_proj", "down_proj"), found, strict=True))
+
+
+@pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
+def test_forward_and_gradients_are_those_of_the_written_out_products(backward):
+    # Mutations: gradients at the other operands, a missing straight-through, slots summed in expert order.
+    module = Experts(backward=backward)
+    x, ids, weights = inputs()
+    y = module(x, ids, weights)
+    expected = dense_reference(module, x, ids, weights, backward=backward)
+    assert (y - expected).abs().max() < CLOSE
+    incoming = torch.randn_like(y)
+    found = gradients(module, x, weights, y, incoming)
+    wanted = gradients(module, x, weights, expected, incoming)
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).abs().max() < CLOSE, name
+        assert gradient.abs().max() > 0.01, name
+
+
+def test_the_backward_option_changes_gradients_and_not_the_forward():
+    one = Experts(backward="dequantized", arithmetic=CONTROL)
+    other = Experts(backward="high_precision", arithmetic=CONTROL)
+    other.load_state_dict(one.state_dict())
+    x, ids, weights = inputs()
+    y, z = one(x, ids, weights), other(x, ids, weights)
+    assert_bitwise(y, z)
+    incoming = torch.randn_like(y)
+    found, others = gradients(one, x, weights, y, incoming), gradients(other, x, weights, z, incoming)
+    for name in ("x", "gate_up_proj", "down_proj"):
+        assert (found[name] - others[name]).abs().max() > 1e-3, name
+
+
+def test_bf16_layers_are_the_plain_experts():
+    module = bf16_experts(backward="high_precision")
+    x, ids, weights = inputs()
+    expected = []
+    for t in range(len(x)):
+        parts = []
+        for slot, e in enumerate(ids[t].tolist()):
+            gate, up = linear(x[t], module.gate_up_proj[e]).chunk(2)
+            parts.append(weights[t, slot] * linear(silu(gate) * up, module.down_proj[e]))
+        expected.append(sum(parts))
+    expected = torch.stack(expected)
+    y = module(x, ids, weights)
+    assert (y - expected).abs().max() < CLOSE
+    incoming = torch.randn_like(y)
+    found, wanted = (gradients(module, x, weights, out, incoming) for out in (y, expected))
+    assert all((found[name] - wanted[name]).abs().max() < CLOSE for name in wanted)
+    assert module.tracefp4.num_quantizations == 0
+
+
+def test_weights_are_quantized_once_per_version():
+    # Mutation: a key without the version keeps training on the first step's FP4 weights.
+    module = Experts()
+    x, ids, weights = inputs()
+    first = module(x, ids, weights)
+    assert_bitwise(module(x, ids, weights), first)
+    assert module.tracefp4.num_quantizations == 2
+    with torch.no_grad():
+        module.down_proj.mul_(3.0)
+    assert not torch.equal(module(x, ids, weights), first)
+    assert module.tracefp4.num_quantizations == 3  # the other matrix was not touched
+
+
+def test_weights_given_new_memory_are_quantized_again():
+    module = Experts()
+    x, ids, weights = inputs()
+    first = module(x, ids, weights)
+    for factor in (2.0, 3.0):  # twice: the freed memory of the first must not be taken for the weight itself
+        module.gate_up_proj.data = module.gate_up_proj.data * factor
+    assert not torch.equal(module(x, ids, weights), first)
+    assert module.tracefp4.num_quantizations == 3
+
+
+def test_moe_5_experts_without_tokens():
+    # Tokens per expert [3, 0, 5, 0], top-1. Mutation: a loop over non-empty experts leaves gradients None.
+    module = Experts()
+    x = torch.randn(8, 32, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([2, 0, 2, 2, 0, 2, 0, 2])[:, None]
+    weights = torch.ones(8, 1, dtype=torch.float64)
+    observer = Observer()
+    with record(observer):
+        y = module(x, ids, weights)
+    assert (y - dense_reference(module, x, ids, weights, backward="dequantized")).abs().max() < CLOSE
+    assert observer.seen[Site("x", 0)].codes.shape == (8, 32)
+    assert observer.seen[Site("w2", 0)].codes.shape == (8, 16)  # a row per (token, slot), none per expert
+    y.sum().backward()
+    for parameter in module.parameters():
+        assert parameter.grad.shape == parameter.shape
+        assert (parameter.grad[[1, 3]] == 0).all() and (parameter.grad[[0, 2]] != 0).any()
+
+
+@pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_moe_5_a_batch_without_tokens(backward, dtype):
+    module = Experts(dtype=dtype, backward=backward, ste="clip")
+    x = torch.empty(0, 32, dtype=dtype, requires_grad=True)
+    y = module(x, torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2, dtype=dtype))
+    assert y.shape == (0, 32)
+    y.sum().backward()
+    assert x.grad.shape == (0, 32)
+    for parameter in module.parameters():
+        assert_bitwise(parameter.grad, torch.zeros_like(parameter))
+
+
+@pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
+def test_the_clipped_estimator_masks_by_the_scales_in_use(backward):
+    # One product is enough to see the mask: project, without the second matrix. Mutation: another scale's mask.
+    module = Experts(num_experts=1, ste="clip", backward=backward)
+    x = torch.randn(5, 32, dtype=torch.float64)
+    x[:, 3] = 6 * 0.9375 * 4  # amax / 6 = 3.75 rounds to 3.75; a second one rounds down and saturates
+    x[2, 3] = 23.2  # amax / 6 = 3.8667 -> 3.75, so 23.2 > 22.5 is out of range
+    x.requires_grad_()
+    order, sizes = torch.arange(5), torch.tensor([5])
+    y = module.tracefp4.project(x, order, module, "gate_up_proj", sizes)
+    y.sum().backward()
+    assert x.grad[2, 3] == 0
+    assert (x.grad == 0).sum() == (nearest(x).abs() < x.detach().abs()).logical_and(
+        x.detach().abs() > 6 * _scales(x)
+    ).sum()
+    assert (x.grad[0] != 0).all()
+
+
+def _scales(x):
+    from tracefp4.formats import NVFP4_ROW_POW2
+    from tracefp4.ops.quantize import quantize
+
+    return quantize(x.detach(), scheme=NVFP4_ROW_POW2).scales(torch.float64).repeat_interleave(16, dim=-1)
+
+
+def test_codes_are_made_only_when_somebody_asks():
+    module, observer = Experts(), Observer()
+    x, ids, weights = inputs()
+    with record(observer):
+        recorded = module(x, ids, weights)
+    assert {site.kind: rounded.codes.shape for site, rounded in observer.seen.items()} == {
+        "x": (6, 32),
+        "w2": (12, 16),
+    }
+    assert_bitwise(module(x, ids, weights), recorded)
+
+
+def test_unknown_options_are_refused():
+    for name in ("backward", "ste"):
+        with pytest.raises(ConfigError, match=f"unknown {name} 'smooth'; allowed"):
+            ExpertWeights(**({"layer": 0, "precision": FP4, "arithmetic": CONTROL} | {name: "smooth"}))
+
+
+def test_a_layer_may_quantize_weights_alone():
+    module = Experts(precision=replace(FP4, activation=None), backward="high_precision")
+    x, ids, weights = inputs()
+    module(x, ids, weights).sum().backward()
+    assert module.tracefp4.num_quantizations == 2 and module.gate_up_proj.grad is not None
