@@ -11,7 +11,8 @@ README = ROOT / "README.md"
 SLOT = re.compile(r"(?<=<!-- tree:begin -->\n).*?(?=<!-- tree:end -->)", flags=re.S)
 # from the top of the import order to its bottom
 ROOMS = (
-    "cli", "rl", "rollout", "patching", "qat", "models", "kvcache", "diagnostics", "guidance", "ops", "formats", "store",
+    "cli", "study", "rl", "rollout", "patching", "qat", "models", "kvcache", "diagnostics", "guidance", "ops",
+    "formats", "store",
 )  # fmt: skip
 WIDTH = 110
 INDENT = 15

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.rules.readme_tree import ROOMS, ROOT, SLOT, rooms_in_source, tree
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,7 +30,7 @@ def _checkpoint(path: Path) -> None:
 
     tokenizer = build_tokenizer(["What is 12 + 30 - 7?"])
     path.mkdir(parents=True)
-    save_model(build_model(TinyShape(), tokenizer=tokenizer), tokenizer, path)
+    save_model(build_model(TinyShape(num_layers=3), tokenizer=tokenizer), tokenizer, path)
 
 
 def test_python_block_is_short():
