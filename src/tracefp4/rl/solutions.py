@@ -1,8 +1,8 @@
 """Demonstrations of reasoning-gym's `chain_sum`, for the supervised warm start.
 
-A worked one folds the sum from the left, one step a clause: `42-25=17;17-73=-56;<answer>-56</answer>`; a direct
-one is the answer alone. Only the warm start reads these; RL sees the question and the verifier, and finds out
-for itself that working the steps pays.
+A demonstration folds the sum from the left, one step a clause, and states the result: in answer tags, as the
+verifier wants it (`42-25=17;<answer>17</answer>`), or bare (`42-25=17;17`), as most text would. Only the warm
+start reads these; RL sees the question and the verifier, and finds out for itself what is rewarded.
 """
 
 import re
@@ -12,8 +12,8 @@ from tracefp4.errors import ConfigError
 _PROBLEM = re.compile(r":\s*(-?\d+(?:\s*[+-]\s*\d+)+)\s*=\s*$")
 
 
-def solve_chain_sum(question: str, *, is_direct: bool = False) -> str:
-    """Return a demonstration for one `chain_sum` question: worked, or the bare answer.
+def solve_chain_sum(question: str, *, is_tagged: bool = True) -> str:
+    """Return a worked demonstration for one `chain_sum` question, its result in answer tags or bare.
 
     Raises:
         ConfigError: the question does not end in `: a + b - c =`.
@@ -27,5 +27,5 @@ def solve_chain_sum(question: str, *, is_direct: bool = False) -> str:
         result = total + int(number) if sign == "+" else total - int(number)
         clauses.append(f"{total}{sign}{number}={result};")
         total = result
-    steps = "" if is_direct else "".join(clauses)
-    return f"{steps}<answer>{total}</answer>"
+    result = f"<answer>{total}</answer>" if is_tagged else str(total)
+    return "".join(clauses) + result

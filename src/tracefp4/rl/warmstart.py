@@ -38,8 +38,8 @@ class WarmStart:
     """Shape of the model."""
     steps: int = 150
     """Optimizer steps."""
-    direct_tenths: int = 6
-    """How many of ten demonstrations give the answer without its steps."""
+    bare_tenths: int = 6
+    """How many of ten demonstrations state the result without answer tags."""
     batch_size: int = 64
     """Examples per step, every one new."""
     lr: float = 2e-3
@@ -72,7 +72,7 @@ def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None 
     for step in range(config.steps):
         first = FIRST_ITEM + step * config.batch_size
         examples = [
-            _example(source.item(first + i), tokenizer, config.direct_tenths)
+            _example(source.item(first + i), tokenizer, config.bare_tenths)
             for i in range(config.batch_size)
         ]
         input_ids, labels = _padded(examples, pad_id=tokenizer.pad_token_id)
@@ -96,8 +96,8 @@ def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None 
     return loss_value
 
 
-def _example(task: Any, tokenizer: Any, direct_tenths: int) -> tuple[list[int], list[int]]:
-    demonstration = solve_chain_sum(task.prompt, is_direct=task.index % 10 < direct_tenths)
+def _example(task: Any, tokenizer: Any, bare_tenths: int) -> tuple[list[int], list[int]]:
+    demonstration = solve_chain_sum(task.prompt, is_tagged=task.index % 10 >= bare_tenths)
     answer = tokenizer(demonstration, add_special_tokens=False)["input_ids"]
     return encode(task, tokenizer=tokenizer), [*answer, tokenizer.eos_token_id]
 

@@ -26,6 +26,9 @@ from tracefp4.rollout.sampler import sample
 from tracefp4.rollout.scheduler import Scheduler
 from tracefp4.rollout.sequence import Request, Sequence
 
+# one prompt to run: its ids, its parameters, and the tokens of each sample when they are forced
+_Job = tuple[list[int], SamplingParams, tuple[tuple[int, ...], ...] | None]
+
 
 @dataclass(eq=False)
 class LocalEngine:
@@ -105,11 +108,43 @@ class LocalEngine:
         Raises: ConfigError for a prompt that is empty, has unknown ids, or can never fit; then nothing was
             queued.
         """
-        for prompt in prompts:
+        return self._run([(prompt, params, None) for prompt in prompts])
+
+    def force(
+        self, prompts: list[list[int]], completions: list[list[list[int]]], *, temperature: float = 1.0
+    ) -> list[list[Completion]]:
+        """Decode given tokens instead of drawing them (teacher forcing): this engine's log-probs and records
+        of somebody else's completions.
+
+        Args:
+            prompts: token ids.
+            completions: for each prompt its completions, every one with at least one token.
+            temperature: above 0, the one that the tokens were sampled with.
+
+        Returns:
+            As `generate`; a completion's log-probs are those that this engine gives to the forced tokens.
+
+        Raises: ConfigError for a prompt without completions, an empty completion, or unknown ids.
+        """
+        jobs: list[_Job] = []
+        for prompt, group in zip(prompts, completions, strict=True):
+            for tokens in group:
+                self._check_prompt(tokens)
+            if not group or temperature <= 0:
+                raise ConfigError(
+                    f"force needs completions for every prompt and a temperature above 0; got {len(group)} "
+                    f"completions at temperature {temperature}. Leave out prompts without completions."
+                )
+            params = SamplingParams(max_tokens=max(map(len, group)), temperature=temperature, n=len(group))
+            jobs.append((prompt, params, tuple(map(tuple, group))))
+        return self._run(jobs)
+
+    def _run(self, jobs: list[_Job]) -> list[list[Completion]]:
+        for prompt, _, _ in jobs:
             self._check_prompt(prompt)
         ids: list[int] = []
         try:
-            ids += (self.submit(prompt, params, prompt_index=i) for i, prompt in enumerate(prompts))
+            ids += (self._submit(job, prompt_index=i) for i, job in enumerate(jobs))
             while self.has_work:
                 self.step()
         except BaseException:
@@ -125,9 +160,17 @@ class LocalEngine:
 
         Raises: ConfigError for a prompt that is empty, has unknown ids, or can never fit.
         """
+        return self._submit((prompt, params, None), prompt_index=prompt_index)
+
+    def _submit(self, job: _Job, *, prompt_index: int) -> int:
+        prompt, params, forced = job
         self._check_prompt(prompt)
         request = Request(
-            request_id=self._num_requests, prompt_index=prompt_index, prompt_ids=list(prompt), params=params
+            request_id=self._num_requests,
+            prompt_index=prompt_index,
+            prompt_ids=list(prompt),
+            params=params,
+            forced=forced,
         )
         self._scheduler.add(request)
         self._num_requests += 1

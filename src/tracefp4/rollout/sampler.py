@@ -9,7 +9,7 @@ Ties at a cut keep the lowest token ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class DrawBatch:
     """int64 [N]; 0 keeps all."""
     top_p: Tensor
     """float64 [N]; 1 keeps all."""
+    forced: Tensor | None = None
+    """int64 [N], tokens to take in place of drawn ones; -1 draws. None draws every row."""
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
@@ -46,6 +48,9 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[float
         top_k=torch.tensor([found.top_k for found in params]),
         top_p=torch.tensor([found.top_p for found in params], dtype=torch.float64),
     )
+    forced = [found.sequence.forced_token for found in draws]
+    if any(token is not None for token in forced):
+        batch = replace(batch, forced=torch.tensor([-1 if token is None else token for token in forced]))
     token_ids, logprobs = draw(logits[torch.tensor([found.logit_row for found in draws])], batch)
     return token_ids.tolist(), logprobs.tolist()
 
@@ -69,6 +74,8 @@ def draw(logits: Tensor, batch: DrawBatch) -> tuple[Tensor, Tensor]:
     tokens = inverse_cdf(probs, uniform(batch.keys, batch.positions))
     if bool(is_greedy.any()):
         tokens = torch.where(is_greedy, logits.argmax(dim=-1), tokens)
+    if batch.forced is not None:
+        tokens = torch.where(batch.forced >= 0, batch.forced, tokens)
     return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
 
 

@@ -23,6 +23,8 @@ class Request:
     """P token ids, P at least 1."""
     params: SamplingParams
     """How to draw."""
+    forced: tuple[tuple[int, ...], ...] | None = None
+    """Tokens to take in place of drawn ones, one tuple per sample (teacher forcing); None draws."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -68,6 +70,12 @@ class Sequence:
         return len(self.request.prompt_ids)
 
     @property
+    def forced_token(self) -> int | None:
+        """Token that must come next; None when it is drawn."""
+        forced = self.request.forced
+        return None if forced is None else forced[self.sample_index][len(self.logprobs)]
+
+    @property
     def is_decoding(self) -> bool:
         """True once the whole prompt is computed."""
         return self.num_computed >= self.num_prompt
@@ -100,9 +108,12 @@ class Sequence:
         """Append a sampled token and decide whether it was the last one."""
         self.ids.append(token_id)
         self.logprobs.append(logprob)
+        forced = self.request.forced
+        if forced is not None and len(self.logprobs) < len(forced[self.sample_index]):
+            return
         if token_id in self.request.params.stop_token_ids:
             self.finish_reason = "stop"
-        elif len(self.logprobs) == self.request.params.max_tokens:
+        elif forced is not None or len(self.logprobs) == self.request.params.max_tokens:
             self.finish_reason = "length"
 
     def completion(self, record: Record | None) -> Completion:
