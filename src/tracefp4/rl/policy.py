@@ -77,20 +77,35 @@ def load_policy(path: str | Path) -> Policy:
             f"model.path: {directory} has no tokenizer (tokenizer.json). Copy the tokenizer files of the base "
             "model there."
         )
+    model, tokenizer = _loaded(directory)
+    return Policy(
+        model=model, tokenizer=tokenizer, defaults=generation_defaults(model, tokenizer), path=directory
+    )
+
+
+def _loaded(directory: Path) -> tuple[Any, Any]:
+    """Model in float32 and tokenizer; a weight that the files lack is an error, never a random tensor."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
         with no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, local_files_only=True
-            ).eval()
+            model, found = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            )
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"model.path: {directory} could not be loaded: {error}") from error
-    return Policy(
-        model=model, tokenizer=tokenizer, defaults=generation_defaults(model, tokenizer), path=directory
-    )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"model.path: {directory} could not be loaded: {error}. Check its files, or download it again."
+        ) from error
+    missing = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
+    if missing:
+        raise ConfigError(
+            f"model.path: {directory} lacks {len(missing)} weights of its model, e.g. {', '.join(missing[:3])}. "
+            "Download the checkpoint again."
+        )
+    return model.eval(), tokenizer
 
 
 @contextmanager

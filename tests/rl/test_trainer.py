@@ -1,0 +1,208 @@
+"""The trainer scores and updates: guided by position, blind to batching, and only on what is trained."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.rl.tiny_runs import make_config
+
+from tracefp4.errors import RecordError
+from tracefp4.formats.arithmetic import EMULATED
+from tracefp4.guidance.joining import recode_all
+from tracefp4.rl.losses import LossConfig
+from tracefp4.rl.opening import open_run
+from tracefp4.rl.rundir import RunDirectory
+from tracefp4.rl.sync import build_engine
+from tracefp4.rl.trainer import with_advantages
+from tracefp4.rollout import SamplingParams
+
+NO_CAP = LossConfig(tis_cap=None)
+ALONE = 16  # micro-batch budget that no two of the samples fit into
+
+
+@pytest.fixture
+def run(tiny, tmp_path):
+    config = make_config(*tiny, tmp_path / "run")
+    return open_run(config, RunDirectory(config.run.dir, resume=False), resume=False)
+
+
+@pytest.fixture
+def samples(run):
+    """Six samples with whole records."""
+    return make_samples(run)
+
+
+def make_samples(run, *, count=6, max_tokens=8, records=True):
+    from tracefp4.rl.samples import TrainingSample
+
+    engine = build_engine(
+        run.applied.model, run.applied.plan, arithmetic=EMULATED, rollout=run.config.rollout,
+        records=run.applied.plan.guided_sites if records else False,
+    )  # fmt: skip
+    prompts = [[5 + i, 9, 60 + i][: 1 + i % 3] for i in range(count)]
+    groups = engine.generate(prompts, SamplingParams(max_tokens=max_tokens, seed=4))
+    return [
+        TrainingSample(
+            trajectory=c.record.identity.trajectory if c.record else f"{i}.0",
+            prompt_ids=tuple(c.prompt_ids),
+            token_ids=tuple(c.token_ids),
+            rollout_logprobs=tuple(c.logprobs),
+            weight_versions=tuple(c.weight_versions),
+            advantage=1.0 if i % 2 else -1.0,
+            group_index=i,
+            is_truncated=c.finish_reason == "length",
+            finish_reason=c.finish_reason,
+            record=c.record,
+        )
+        for i, (c,) in enumerate(groups)
+    ]
+
+
+def distance(scored, samples):
+    """Mean |log p_train - log p_rollout|."""
+    gaps = [
+        (logprobs.double() - torch.tensor(sample.rollout_logprobs, dtype=torch.float64)).abs()
+        for logprobs, sample in zip(scored.logprobs, samples, strict=True)
+    ]
+    return torch.cat(gaps).mean().item()
+
+
+def update(trainer, samples, **changes):
+    settings = {
+        "old_logprobs": None, "ref_logprobs": None, "loss": NO_CAP, "lr_scale": 1.0, "grad_clip": 0.0,
+    }  # fmt: skip
+    return trainer.update(samples, **(settings | changes))
+
+
+def masters(trainer):
+    return [master.detach().clone() for master in trainer.optimizer.masters]
+
+
+def test_guided_scores_are_closer_to_the_rollout_than_nearest_ones(run, samples):
+    guided = distance(run.trainer.score(samples), samples)
+    nearest = distance(run.trainer.score([replace(s, record=None) for s in samples]), samples)
+    assert guided < 0.7 * nearest
+
+
+def test_micro_batches_and_order_do_not_matter(run, samples):
+    whole = run.trainer.score(samples).logprobs
+    alone = replace(run.trainer, micro_batch_tokens=ALONE).score(samples).logprobs
+    turned = run.trainer.score(samples[::-1]).logprobs[::-1]
+    for one, two, three in zip(whole, alone, turned, strict=True):
+        # one bf16 step of a logit of size 4 is 1/64; batch shape may change the order of a sum
+        torch.testing.assert_close(one, two, atol=0.02, rtol=0)
+        torch.testing.assert_close(one, three, atol=0.02, rtol=0)
+
+
+def test_recoding_before_scoring_changes_nothing(run, samples):
+    records = recode_all([sample.record for sample in samples], "mantissa")
+    recoded = [replace(s, record=r) for s, r in zip(samples, records, strict=True)]
+    once, twice = run.trainer.score(samples), run.trainer.score(recoded)
+    assert all(torch.equal(a, b) for a, b in zip(once.logprobs, twice.logprobs, strict=True))
+
+
+def test_agreement_is_measured_against_whole_records_only(run, samples):
+    measured = run.trainer.score(samples, measure=True).agreement
+    assert set(measured) == {(kind, layer) for kind in "xkv" for layer in (0, 1)}
+    before = sum(counts.mismatched_before for counts in measured.values())
+    after = sum(counts.mismatched_after for counts in measured.values())
+    assert after < before
+    records = recode_all([sample.record for sample in samples], "mantissa")
+    recoded = [replace(s, record=r) for s, r in zip(samples, records, strict=True)]
+    with pytest.raises(RecordError, match="References must have codec 'full'"):
+        run.trainer.score(recoded, measure=True)
+
+
+def test_places_without_a_record_are_counted_at_guided_sites(run, samples):
+    last_tokens = len(samples) * len(run.trainer.plan.guided_sites)
+    assert run.trainer.score(samples).positions_missing == last_tokens
+    without = [replace(samples[0], record=None), *samples[1:]]
+    first = (samples[0].num_tokens - 1) * len(run.trainer.plan.guided_sites)
+    assert run.trainer.score(without).positions_missing == last_tokens + first
+
+
+@pytest.mark.parametrize("name", ["plan_digest", "scheme_digest"])
+def test_a_record_of_another_plan_or_scheme_is_refused(run, samples, name):
+    record = samples[0].record
+    other = replace(record, identity=replace(record.identity, **{name: "0123456789abcdef"}))
+    with pytest.raises(RecordError, match="'0123456789abcdef', this side's is"):
+        run.trainer.score([replace(samples[0], record=other)])
+    with pytest.raises(RecordError, match="refused"):
+        update(run.trainer, [replace(samples[0], record=other)])
+
+
+def test_an_update_moves_probability_towards_advantage(run, samples):
+    before = run.trainer.score(samples).logprobs
+    for _ in range(3):
+        update(run.trainer, samples)
+    after = run.trainer.score(samples).logprobs
+    gain = [(b - a).mean().item() for a, b in zip(before, after, strict=True)]
+    assert all((value > 0) == (sample.advantage > 0) for value, sample in zip(gain, samples, strict=True)), (
+        gain
+    )
+
+
+def test_without_advantage_nothing_moves(run, samples):
+    before = masters(run.trainer)
+    metrics, _ = update(run.trainer, with_advantages(samples, torch.zeros(len(samples))))
+    assert metrics["grad_norm"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, masters(run.trainer), strict=True))
+
+
+def test_masked_truncated_samples_are_not_trained(run, samples):
+    cut = [replace(sample, is_truncated=True, finish_reason="length") for sample in samples]
+    before = masters(run.trainer)
+    metrics, seen = update(run.trainer, cut, trains_truncated=False)
+    assert metrics["num_tokens"] == 0
+    assert [len(values) for values in seen] == [len(sample.token_ids) for sample in samples]
+    assert all(torch.equal(a, b) for a, b in zip(before, masters(run.trainer), strict=True))
+    metrics, _ = update(run.trainer, cut, trains_truncated=True)
+    assert metrics["num_tokens"] == sum(len(sample.token_ids) for sample in samples)
+
+
+def test_the_gradient_does_not_depend_on_micro_batches(tiny, tmp_path):
+    norms = []
+    for budget in (ALONE, 1000):
+        config = make_config(*tiny, tmp_path / str(budget), train__micro_batch_tokens=budget)
+        run = open_run(config, RunDirectory(config.run.dir, resume=False), resume=False)
+        metrics, _ = update(run.trainer, make_samples(run))
+        norms.append(metrics["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=0.02)
+
+
+def test_old_logprobs_of_the_same_pass_give_ratio_one_exactly(run, samples):
+    trainer = replace(run.trainer, micro_batch_tokens=ALONE)
+    old = list(trainer.score(samples).logprobs)
+    metrics, seen = update(trainer, samples, old_logprobs=old)
+    assert metrics["ratio_max"] == metrics["ratio_min"] == 1.0
+    assert all(torch.equal(a, b) for a, b in zip(old, seen, strict=True))
+
+
+def test_log_probs_of_other_samples_are_refused(run, samples):
+    with pytest.raises(RecordError, match="log-probs do not fit the batch"):
+        update(run.trainer, samples, old_logprobs=[torch.zeros(1)] * len(samples))
+
+
+def test_activation_checkpointing_changes_no_gradient(tiny, tmp_path):
+    found = []
+    for is_on in (False, True):
+        config = make_config(*tiny, tmp_path / str(is_on), train__activation_checkpointing=is_on)
+        run = open_run(config, RunDirectory(config.run.dir, resume=False), resume=False)
+        metrics, _ = update(run.trainer, make_samples(run))
+        found.append((metrics, masters(run.trainer)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_the_share_of_values_followed_is_reported(run, samples):
+    metrics, _ = update(run.trainer, samples)
+    tokens = sum(sample.num_tokens for sample in samples)
+    assert metrics["guidance/followed_fraction"] == pytest.approx((tokens - len(samples)) / tokens)
+    assert 0 < metrics["guidance/changed_fraction"] < 0.5
+
+
+def test_a_run_without_guidance_reports_none(tiny, tmp_path):
+    config = make_config(*tiny, tmp_path / "run", quantization__guidance="none")
+    run = open_run(config, RunDirectory(config.run.dir, resume=False), resume=False)
+    metrics, _ = update(run.trainer, make_samples(run))
+    assert not [name for name in metrics if name.startswith("guidance/")]

@@ -1,0 +1,174 @@
+"""A rollout's samples over several optimizer steps: the guided old pass, the reference, lags and sampling rules."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.rl.test_trainer import ALONE, make_samples
+from tests.rl.tiny_runs import changed, make_config
+
+from tracefp4.errors import ConfigError
+from tracefp4.rl.opening import open_run
+from tracefp4.rl.policy import GenerationDefaults
+from tracefp4.rl.rundir import RunDirectory
+from tracefp4.rl.update import (
+    Updater,
+    evaluation_params,
+    loss_config,
+    mismatch_of,
+    mismatch_of_lags,
+    sampling_params,
+)
+
+DEFAULTS = GenerationDefaults(stop_token_ids=(1,), temperature=0.7, top_p=1.0, top_k=0)
+
+
+def open_tiny(tiny, path, **changes):
+    config = make_config(*tiny, path, **changes)
+    return open_run(config, RunDirectory(config.run.dir, resume=False), resume=False)
+
+
+def test_old_log_probs_are_guided_so_ratios_carry_no_rounding_noise(tiny, tmp_path):
+    run = open_tiny(
+        tiny, tmp_path / "run", train__optimizer_steps_per_rollout=3, train__micro_batch_tokens=ALONE,
+        train__lr=1e-30,
+    )  # fmt: skip
+    found = Updater(run.trainer, run.config).update(make_samples(run), optimizer_step=0, version=0)
+    assert found["ratio_max"] == found["ratio_min"] == 1.0, "the weights stood still, so must the ratio"
+
+
+def test_every_sample_is_trained_once(tiny, tmp_path):
+    run = open_tiny(tiny, tmp_path / "run", train__optimizer_steps_per_rollout=4)
+    samples = make_samples(run)
+    seen = []
+    real = run.trainer.update
+    run.trainer.update = lambda chosen, **kw: (
+        seen.append([s.trajectory for s in chosen]) or real(chosen, **kw)
+    )
+    updater = Updater(run.trainer, run.config)
+    updater.update(samples, optimizer_step=0, version=0)
+    assert updater.steps_taken == 4
+    assert sorted(map(len, seen)) == [1, 1, 2, 2]
+    assert sorted(sum(seen, [])) == sorted(sample.trajectory for sample in samples)
+
+
+def test_warm_up_scales_the_first_optimizer_steps(tiny, tmp_path):
+    run = open_tiny(tiny, tmp_path / "run", train__optimizer_steps_per_rollout=2, train__warmup_steps=4)
+    scales = []
+    real = run.trainer.update
+    run.trainer.update = lambda chosen, **kw: scales.append(kw["lr_scale"]) or real(chosen, **kw)
+    updater = Updater(run.trainer, run.config)
+    updater.update(make_samples(run), optimizer_step=0, version=0)
+    updater.update(make_samples(run), optimizer_step=2, version=0)
+    assert scales == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_no_samples_take_no_step(tiny, tmp_path):
+    run = open_tiny(tiny, tmp_path / "run")
+    updater = Updater(run.trainer, run.config)
+    assert updater.update([], optimizer_step=0, version=0) == {"trained_samples": 0}
+    assert updater.steps_taken == 0
+
+
+def test_the_kl_term_needs_a_reference(tiny, tmp_path):
+    run = open_tiny(tiny, tmp_path / "run")
+    with pytest.raises(ConfigError, match="loss.kl_coef: 0.1 needs a reference policy"):
+        Updater(run.trainer, changed(run.config, loss__kl_coef=0.1))
+
+
+def test_the_reference_is_its_own_bf16_model_and_follows_nothing(tiny, tmp_path):
+    run = open_tiny(tiny, tmp_path / "run", loss__kl_coef=0.1)
+    reference = run.reference
+    assert reference.applied.model is not run.applied.model
+    assert reference.plan.num_quantized == 0
+    assert not reference.plan.rules.replay_routing
+    assert reference.optimizer is None
+    samples = make_samples(run)
+    updater = Updater(run.trainer, run.config, reference=reference)
+    before = updater._reference_logprobs(samples)
+    for step in range(3):
+        found = updater.update(samples, optimizer_step=step, version=step)
+    assert found["reference_kl"] > 0
+    after = updater._reference_logprobs(samples)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "training moved the reference"
+
+
+def test_the_kl_term_holds_the_policy_back(tiny, tmp_path):
+    drift = {}
+    for coefficient in (1e-6, 5.0):
+        run = open_tiny(tiny, tmp_path / str(coefficient), loss__kl_coef=coefficient, train__lr=1e-3)
+        samples = make_samples(run)
+        updater = Updater(run.trainer, run.config, reference=run.reference)
+        for step in range(8):
+            found = updater.update(samples, optimizer_step=step, version=step)
+        drift[coefficient] = found["reference_kl"]
+    assert drift[5.0] < 0.6 * drift[1e-6]
+
+
+def test_a_resumed_run_keeps_the_starting_checkpoint_as_reference(tiny, tmp_path):
+    run = open_tiny(tiny, tmp_path / "run", loss__kl_coef=0.1, train__lr=0.01)
+    samples = make_samples(run)
+    updater = Updater(run.trainer, run.config, reference=run.reference)
+    before = updater._reference_logprobs(samples)
+    updater.update(samples, optimizer_step=0, version=0)
+    run.step = 1
+    run.save()
+    again = open_run(run.config, RunDirectory(run.config.run.dir, resume=True), resume=True)
+    after = Updater(again.trainer, again.config, reference=again.reference)._reference_logprobs(samples)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_mismatch_by_lag_adds_up_to_the_whole(tiny, tmp_path):
+    run = open_tiny(tiny, tmp_path / "run")
+    samples = make_samples(run)
+    mixed = [
+        replace(s, weight_versions=(i % 3,) * len(s.token_ids), record=None) for i, s in enumerate(samples)
+    ]
+    logprobs = run.trainer.score(samples).logprobs
+    whole = mismatch_of(mixed, logprobs)
+    found = mismatch_of_lags(mixed, logprobs, version=2)
+    counts = [found[f"lag{lag}/mismatch/num_tokens"] for lag in (0, 1, 2)]
+    assert sum(counts) == whole["mismatch/num_tokens"]
+    means = [found[f"lag{lag}/mismatch/abs_mean"] for lag in (0, 1, 2)]
+    weighted = sum(n * mean for n, mean in zip(counts, means, strict=True)) / sum(counts)
+    assert weighted == pytest.approx(whole["mismatch/abs_mean"])
+    assert mismatch_of_lags(samples, logprobs, version=0) == {}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "changes"),
+    [
+        (replace(DEFAULTS, top_p=0.9), {}),
+        (replace(DEFAULTS, top_k=20), {}),
+        (DEFAULTS, {"rollout__top_p": 0.5}),
+        (DEFAULTS, {"rollout__top_k": 5}),
+    ],
+    ids=["checkpoint's top-p", "checkpoint's top-k", "recipe's top-p", "recipe's top-k"],
+)
+def test_training_on_a_cut_distribution_is_refused(tiny, tmp_path, defaults, changes):
+    with pytest.raises(ConfigError, match="full distribution; got top_p=.*Set rollout.top_p = 1.0"):
+        sampling_params(make_config(*tiny, tmp_path, **changes), defaults)
+
+
+def test_the_recipe_overrides_the_checkpoints_sampling(tiny, tmp_path):
+    config = make_config(*tiny, tmp_path, rollout__top_p=1.0, rollout__top_k=0, rollout__temperature=0.9)
+    found = sampling_params(config, replace(DEFAULTS, top_p=0.5, top_k=9))
+    assert (found(0).temperature, found(0).top_p, found(0).top_k) == (0.9, 1.0, 0)
+    assert found(0).stop_token_ids == (1,)
+    assert found(0).seed != found(1).seed
+    config = make_config(*tiny, tmp_path)
+    assert sampling_params(config, DEFAULTS)(0).temperature == 0.7
+    with pytest.raises(ConfigError, match="temperature must be above 0"):
+        sampling_params(config, replace(DEFAULTS, temperature=0.0))
+
+
+def test_evaluations_always_draw_alike(tiny, tmp_path):
+    config = make_config(*tiny, tmp_path, run__eval_temperature=0.5)
+    assert evaluation_params(config, DEFAULTS) == evaluation_params(config, DEFAULTS)
+    assert evaluation_params(config, DEFAULTS).temperature == 0.5
+
+
+def test_the_loss_table_is_translated(tiny, tmp_path):
+    config = make_config(*tiny, tmp_path, loss__tis_cap=0.0, loss__aggregation="dr_grpo", loss__kl_coef=0.5)
+    found = loss_config(config)
+    assert (found.tis_cap, found.constant_length, found.kl_coefficient) == (None, 6, 0.5)
