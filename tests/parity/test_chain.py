@@ -216,8 +216,9 @@ def test_a_record_shifted_by_one_position_is_noticed(noisy, by):
     moved, counters = chain.replayed(batch, records, references=batch.records)
     assert mismatch(batch, moved) > 20 * mismatch(batch, guided)
     assert mismatch(batch, moved) > 3 * mismatch(batch, unguided)
-    first = counters.sites[Site("x", 0)].resolved()
-    assert first.mismatched_after > 0.2 * first.values_compared > 20 * first.mismatched_before
+    first = counters.sites[Site("v", 0)].resolved()  # nothing guided comes before it
+    assert first.mismatched_after > 0.2 * first.values_compared
+    assert first.mismatched_before < 0.001 * first.values_compared
 
 
 def test_deployment_needs_no_records(noisy):
