@@ -157,7 +157,8 @@ def _arms_table(arms: Mapping[str, Mapping[str, Any]]) -> Table:
     header = ("rollout / trainer", "before", "after", "gain", "tokens/s", "B/token")
     caption = (
         "One row per arm: what the rollout computes in, then what the trainer computes in. Accuracy on "
-        "held-out problems, answers decoded greedily and rounded to nearest, as a deployed model would be; "
+        "held-out problems, one answer each, sampled at temperature 1 and rounded to nearest, as a deployed "
+        "model would be; "
         "+- is one standard error, SE in the gain is that of the difference; B/token is what a record of the "
         "rollout's decisions takes."
     )
@@ -198,9 +199,10 @@ def _rescore_table(rows: Mapping[str, Mapping[str, Any]], when: str) -> Table:
         header=("rollout / trainer", "mean |d log p|", "p99", "max", "k3", "of BF16"),
         rows=tuple(cells),
         caption=(
-            "d log p is the trainer's log-probability of a sampled token minus the rollout's. Tokens, "
-            "weights and expert choices are the same in every row, so only rounding differs. Lower is "
-            "better; the BF16 row is the difference that everyone accepts today."
+            "d log p is the trainer's log-probability of a sampled token minus the rollout's. Tokens and "
+            "weights are the same in every row, and each trainer follows its rollout's expert choices, so "
+            "only rounding differs. Lower is better; the BF16 row is the difference that everyone accepts "
+            "today."
         ),
     )
 
