@@ -49,7 +49,7 @@ def show(row: Mapping[str, Any]) -> None:
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
     start, run = directory / "start", directory / "run"
-    loss = warm_start(WarmStart(task=TASK, shape=SHAPE, steps=140, batch_size=32), path=start)
+    loss = warm_start(WarmStart(task=TASK, shape=SHAPE, steps=120, batch_size=32), path=start)
     print(f"warm start: loss {loss:.3f} nats per token")
 
     train(recipe(start, run, steps=3), on_step=show)
