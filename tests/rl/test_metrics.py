@@ -58,7 +58,7 @@ def test_a_writer_that_is_not_installed_is_refused(tmp_path, tiny, monkeypatch, 
 
 
 def test_a_full_disk_is_an_error_with_the_path(tmp_path, tiny, monkeypatch):
-    writer, directory = open_writer(tmp_path, tiny)
+    writer, _ = open_writer(tmp_path, tiny)
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
