@@ -27,5 +27,5 @@ def solve_chain_sum(question: str, *, is_tagged: bool = True) -> str:
         result = total + int(number) if sign == "+" else total - int(number)
         clauses.append(f"{total}{sign}{number}={result};")
         total = result
-    result = f"<answer>{total}</answer>" if is_tagged else str(total)
-    return "".join(clauses) + result
+    stated = f"<answer>{total}</answer>" if is_tagged else str(total)
+    return "".join(clauses) + stated

@@ -1,7 +1,7 @@
 """What goes into an engine and what comes out of it, and the protocol that any engine can satisfy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -95,6 +95,16 @@ class EngineStats:
     """Times a running sequence had to wait for pages."""
     pages_swapped_out: int = 0
     """KV pages moved to host memory; they come back with the same bytes."""
+
+    def after_step(self, *, prefill_tokens: int, tokens_generated: int, seconds: float) -> "EngineStats":
+        """Return the counters after one more forward pass."""
+        return replace(
+            self,
+            tokens_generated=self.tokens_generated + tokens_generated,
+            prefill_tokens=self.prefill_tokens + prefill_tokens,
+            num_steps=self.num_steps + 1,
+            seconds=self.seconds + seconds,
+        )
 
 
 class Engine(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -20,14 +21,12 @@ from tracefp4.guidance.record import Record, Site
 from tracefp4.kvcache import CacheShape, KVPool, PageAllocator, PageTable
 from tracefp4.models.qwen3_moe import Qwen3MoeEngineModel
 from tracefp4.rollout.completion import Completion, EngineStats, SamplingParams
-from tracefp4.rollout.recorder import Recorder, default_sites
+from tracefp4.rollout.jobs import Job, check_tokens, forced_jobs
+from tracefp4.rollout.recorder import build_recorder
 from tracefp4.rollout.runner import Runner
 from tracefp4.rollout.sampler import sample
 from tracefp4.rollout.scheduler import Scheduler
 from tracefp4.rollout.sequence import Request, Sequence
-
-# one prompt to run: its ids, its parameters, and the tokens of each sample when they are forced
-_Job = tuple[list[int], SamplingParams, tuple[tuple[int, ...], ...] | None]
 
 
 @dataclass(eq=False)
@@ -73,7 +72,9 @@ class LocalEngine:
         )
         self.pool = KVPool(shape, precision=self.precision, arithmetic=self.arithmetic)
         self._allocator = PageAllocator(self.num_pages, save=self.pool.save, load=self.pool.load)
-        self._recorder = self._new_recorder()
+        self._recorder = build_recorder(
+            self.records, sizes=sizes, precision=self.precision, plan_digest=self.plan_digest
+        )
         self._runner = Runner(self._model, self.pool, self._recorder)
         self._scheduler = self._new_scheduler()
         self._finished: list[Sequence] = []
@@ -108,7 +109,7 @@ class LocalEngine:
         Raises: ConfigError for a prompt that is empty, has unknown ids, or can never fit; then nothing was
             queued.
         """
-        return self._run([(prompt, params, None) for prompt in prompts])
+        return self._run([Job(prompt, params) for prompt in prompts])
 
     def force(
         self, prompts: list[list[int]], completions: list[list[list[int]]], *, temperature: float = 1.0
@@ -126,22 +127,13 @@ class LocalEngine:
 
         Raises: ConfigError for a prompt without completions, an empty completion, or unknown ids.
         """
-        jobs: list[_Job] = []
-        for prompt, group in zip(prompts, completions, strict=True):
-            for tokens in group:
-                self._check_prompt(tokens)
-            if not group or temperature <= 0:
-                raise ConfigError(
-                    f"force needs completions for every prompt and a temperature above 0; got {len(group)} "
-                    f"completions at temperature {temperature}. Leave out prompts without completions."
-                )
-            params = SamplingParams(max_tokens=max(map(len, group)), temperature=temperature, n=len(group))
-            jobs.append((prompt, params, tuple(map(tuple, group))))
-        return self._run(jobs)
+        for tokens in chain.from_iterable(completions):
+            self._check_prompt(tokens)
+        return self._run(forced_jobs(prompts, completions=completions, temperature=temperature))
 
-    def _run(self, jobs: list[_Job]) -> list[list[Completion]]:
-        for prompt, _, _ in jobs:
-            self._check_prompt(prompt)
+    def _run(self, jobs: list[Job]) -> list[list[Completion]]:
+        for job in jobs:
+            self._check_prompt(job.prompt_ids)
         ids: list[int] = []
         try:
             ids += (self._submit(job, prompt_index=i) for i, job in enumerate(jobs))
@@ -160,17 +152,16 @@ class LocalEngine:
 
         Raises: ConfigError for a prompt that is empty, has unknown ids, or can never fit.
         """
-        return self._submit((prompt, params, None), prompt_index=prompt_index)
+        return self._submit(Job(prompt, params), prompt_index=prompt_index)
 
-    def _submit(self, job: _Job, *, prompt_index: int) -> int:
-        prompt, params, forced = job
-        self._check_prompt(prompt)
+    def _submit(self, job: Job, *, prompt_index: int) -> int:
+        self._check_prompt(job.prompt_ids)
         request = Request(
             request_id=self._num_requests,
             prompt_index=prompt_index,
-            prompt_ids=list(prompt),
-            params=params,
-            forced=forced,
+            prompt_ids=list(job.prompt_ids),
+            params=job.params,
+            forced=job.forced,
         )
         self._scheduler.add(request)
         self._num_requests += 1
@@ -185,7 +176,10 @@ class LocalEngine:
         draws = self._scheduler.advance(works, version=self.weight_version, first_log_row=log_row)
         finished = self._scheduler.accept(draws, *sample(logits, draws))
         self._finished += finished
-        self._count(sum(w.count for w in works if w.start < w.sequence.num_prompt), len(draws), started)
+        num_prefill = sum(w.count for w in works if w.start < w.sequence.num_prompt)
+        self._stats = self._stats.after_step(
+            prefill_tokens=num_prefill, tokens_generated=len(draws), seconds=time.perf_counter() - started
+        )
         return finished
 
     def take_finished(self) -> list[Completion]:
@@ -244,33 +238,8 @@ class LocalEngine:
         if self._recorder is not None and not self._finished and not self.has_work:
             self._recorder.forget()
 
-    def _count(self, prefill_tokens: int, tokens_generated: int, started: float) -> None:
-        stats = self._stats
-        self._stats = replace(
-            stats,
-            tokens_generated=stats.tokens_generated + tokens_generated,
-            prefill_tokens=stats.prefill_tokens + prefill_tokens,
-            num_steps=stats.num_steps + 1,
-            seconds=stats.seconds + time.perf_counter() - started,
-        )
-
     def _check_prompt(self, prompt: list[int]) -> None:
-        vocab_size = self._model.sizes.vocab_size
-        if not prompt or not all(0 <= token < vocab_size for token in prompt):
-            unknown = sorted({token for token in prompt if not 0 <= token < vocab_size})[:8]
-            raise ConfigError(
-                f"A prompt needs at least one token, all of the vocabulary; got {len(prompt)} tokens, "
-                f"unknown ids {unknown}. Ids lie in 0..{vocab_size - 1}. Check the tokenizer, or add a start "
-                "token."
-            )
-
-    def _new_recorder(self) -> Recorder | None:
-        if self.records is False:
-            return None
-        sites = default_sites(self.precision) if self.records is True else self.records
-        return Recorder(
-            sites, sizes=self._model.sizes, precision=self.precision, plan_digest=self.plan_digest
-        )
+        check_tokens(prompt, vocab_size=self._model.sizes.vocab_size)
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(

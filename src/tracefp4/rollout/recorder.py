@@ -112,3 +112,17 @@ class Recorder:
             ),
             rows=sequence.log_rows,
         )
+
+
+def build_recorder(
+    records: bool | tuple[Site, ...],
+    *,
+    sizes: Qwen3MoeSizes,
+    precision: Sequence[LayerPrecision],
+    plan_digest: str,
+) -> Recorder | None:
+    """Return the recorder that an engine's `records` option asks for: True means the default sites."""
+    if records is False:
+        return None
+    sites = default_sites(precision) if records is True else records
+    return Recorder(sites, sizes=sizes, precision=precision, plan_digest=plan_digest)
