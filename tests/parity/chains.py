@@ -116,10 +116,14 @@ def _real(parts, batch: Batch, row: int):
 
 def make_chain(*, arithmetic=CONTROL, seed=0, rules=None, **changes) -> Chain:
     model = tiny_model(seed, vocab_size=VOCABULARY, **changes)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight.mul_(0.125)  # so that K and V have different exponents
     made = plan(model, rules or PlanRules())
     applied = apply(model, made, arithmetic=arithmetic)
     tokens = torch.randint(0, VOCABULARY, (4, 16))
     made = calibrate_kv(model, made, input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    assert all(layer.k_exponent != layer.v_exponent for layer in made.layers)
     applied.undo()
     apply(model, made, arithmetic=arithmetic)
     return Chain(model=model, plan=made, arithmetic=arithmetic)

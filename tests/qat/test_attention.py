@@ -1,11 +1,13 @@
 """Trainer attention over rounded keys and values: what it computes, what it passes back, what it refuses."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.assertions import assert_bitwise
-from tests.qat.expert_modules import EXACT64, FP4
+from tests.qat.expert_modules import EXACT64
+from tests.qat.expert_modules import FP4 as FP4_EXPERTS
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats import BF16_LAYER, NVFP4_KV
@@ -17,6 +19,8 @@ from tracefp4.qat.attention import SiteSettings, attention_forward
 
 # float64 softmax and products in another order
 CLOSE = 1e-12
+V_EXPONENT = -9
+FP4 = replace(FP4_EXPERTS, v_exponent=V_EXPONENT)
 B, HEADS, KV_HEADS, T, D = 2, 4, 2, 5, 16
 
 
@@ -36,8 +40,13 @@ def module(precision=FP4, arithmetic=EXACT64, **options):
 
 
 def tensors(dtype=torch.float64):
+    """q, k, v; v so small that only its own exponent (not k's) keeps its block scales normal."""
     shapes = ((B, HEADS, T, D), (B, KV_HEADS, T, D), (B, KV_HEADS, T, D))
-    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    sizes = (1.0, 1.0, 2.0**-9)
+    return [
+        (torch.randn(shape, dtype=dtype) * size).requires_grad_()
+        for shape, size in zip(shapes, sizes, strict=True)
+    ]
 
 
 def nearest(x, exponent):
@@ -62,7 +71,7 @@ def test_attends_to_rounded_keys_and_values_with_straight_through_gradients():
     # Mutations: rounding v with k's exponent, gradients that stop at the rounding, heads grouped wrongly.
     q, k, v = tensors()
     out, _ = attention_forward(module(), q, k, v, None)
-    k_hat, v_hat = nearest(k, 0).requires_grad_(), nearest(v, -3).requires_grad_()
+    k_hat, v_hat = nearest(k, 0).requires_grad_(), nearest(v, V_EXPONENT).requires_grad_()
     expected = plain_attention(q, k_hat, v_hat)
     assert (out - expected).abs().max() < CLOSE
     incoming = torch.randn_like(out)
@@ -70,7 +79,8 @@ def test_attends_to_rounded_keys_and_values_with_straight_through_gradients():
     wanted = torch.autograd.grad(expected, (q, k_hat, v_hat), incoming)
     for got, want in zip(found, wanted, strict=True):
         assert (got - want).abs().max() < CLOSE
-    assert (k_hat - k).abs().max() > 0.05 and (v_hat - v).abs().max() > 0.05
+    assert (k_hat - k).abs().max() > 0.05 and (v_hat - v).abs().max() > 0.05 * 2**-9
+    assert (nearest(v, 0) - v_hat).abs().max() > 0.05 * 2**-9  # the other exponent would show
 
 
 def test_bf16_layers_attend_to_what_they_were_given():
@@ -95,7 +105,7 @@ def test_a_row_of_a_site_is_one_token_with_all_its_heads():
     assert set(observer.seen) == {Site("k", 3), Site("v", 3)}
     values = observer.seen[Site("v", 3)].values
     assert values.shape == (B * T, KV_HEADS * D)
-    assert_bitwise(values[T + 2].view(KV_HEADS, D), nearest(v, -3)[1, :, 2])
+    assert_bitwise(values[T + 2].view(KV_HEADS, D), nearest(v, V_EXPONENT)[1, :, 2])
 
 
 def test_calibration_sees_unrounded_rows_also_in_bf16_layers():
