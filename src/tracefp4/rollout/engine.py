@@ -26,7 +26,7 @@ from tracefp4.rollout.recorder import build_recorder
 from tracefp4.rollout.runner import Runner
 from tracefp4.rollout.sampler import sample
 from tracefp4.rollout.scheduler import Scheduler
-from tracefp4.rollout.sequence import Request, Sequence
+from tracefp4.rollout.sequence import Sequence
 
 
 @dataclass(eq=False)
@@ -156,13 +156,7 @@ class LocalEngine:
 
     def _submit(self, job: Job, *, prompt_index: int) -> int:
         self._check_prompt(job.prompt_ids)
-        request = Request(
-            request_id=self._num_requests,
-            prompt_index=prompt_index,
-            prompt_ids=list(job.prompt_ids),
-            params=job.params,
-            forced=job.forced,
-        )
+        request = job.request(self._num_requests, prompt_index=prompt_index)
         self._scheduler.add(request)
         self._num_requests += 1
         return request.request_id

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tracefp4.errors import ConfigError
 from tracefp4.rollout.completion import SamplingParams
+from tracefp4.rollout.sequence import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,16 @@ class Job:
     """How to draw."""
     forced: tuple[tuple[int, ...], ...] | None = None
     """Tokens to take in place of drawn ones, one tuple per sample; None draws."""
+
+    def request(self, request_id: int, *, prompt_index: int) -> Request:
+        """Return the queue entry of this job under an engine's own number."""
+        return Request(
+            request_id=request_id,
+            prompt_index=prompt_index,
+            prompt_ids=list(self.prompt_ids),
+            params=self.params,
+            forced=self.forced,
+        )
 
 
 def forced_jobs(
