@@ -51,6 +51,6 @@ class DisjointTasks:
                 self._kept.append(task)
                 return
         raise ConfigError(
-            f"held-out: after {len(self._kept)} items no new question was found in {MOST_TRIES} tries; the task has too "
-            "few different ones. Ask for fewer with run.eval_items, or widen task.options."
+            f"held-out: after {len(self._kept)} items no new question was found in {MOST_TRIES} tries; the task "
+            "has too few different ones. Ask for fewer with run.eval_items, or widen task.options."
         )

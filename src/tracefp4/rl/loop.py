@@ -17,7 +17,7 @@ from tracefp4.rl.config import RunConfig
 from tracefp4.rl.evaluation import Evaluation, evaluate
 from tracefp4.rl.metrics import MetricWriter, OnStep
 from tracefp4.rl.opening import open_run
-from tracefp4.rl.prompts import build_held_out, build_scorer
+from tracefp4.rl.prompts import build_scorer
 from tracefp4.rl.rollouts import RolloutMaker
 from tracefp4.rl.run import Run
 from tracefp4.rl.rundir import RunDirectory
@@ -117,6 +117,7 @@ def _train_on(run: Run, updater: Updater, samples: list[TrainingSample]) -> dict
 def evaluate_run(run: Run) -> Evaluation:
     """Score the current policy on held-out items, rounded to nearest as deployed."""
     config = run.config
+    assert run.held_out is not None, "run.eval_items is 0"
     engine = build_engine(
         run.applied.model,
         run.applied.plan,
@@ -129,7 +130,7 @@ def evaluate_run(run: Run) -> Evaluation:
         return evaluate(
             engine,
             tokenizer=run.policy.tokenizer,
-            source=build_held_out(config.task),
+            source=run.held_out,
             scorer=scorer,
             params=evaluation_params(config, run.policy.defaults),
             num_items=config.run.eval_items,

@@ -41,8 +41,10 @@ def open_run(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Run
     manifest = directory.read_json("manifest.json") if directory.is_begun else None
     if manifest is not None:
         _check_digest(str(manifest["config_digest"]), config)
+    held_out = None
     if config.run.eval_items:
-        build_held_out(config.task)
+        training_items = config.train.steps * config.rollout.num_prompts
+        held_out = build_held_out(config.task, training_items=training_items)
     found = None if manifest is None else checkpoint.latest(directory.checkpoints)
     state = None if found is None else checkpoint.load_state(found)
     policy = load_policy(config.model.path if found is None else found)
@@ -67,6 +69,7 @@ def open_run(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Run
             weight_version=version,
         ),
         stream=stream,
+        held_out=held_out,
         reference=_reference(config, trainer),
     )
     if found is not None and state is not None:

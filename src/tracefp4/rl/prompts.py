@@ -4,8 +4,12 @@ from typing import Any
 
 from tracefp4.errors import ConfigError
 from tracefp4.rl.config import TaskConfig
+from tracefp4.rl.held_out import DisjointTasks
 from tracefp4.rl.rewards import RewardConfig, Scorer
 from tracefp4.rl.tasks import JsonlTasks, ReasoningGymTasks, Task, TaskSource, encode_prompt
+
+# generating an item can take milliseconds; a task that a run draws more from is too large to repeat itself
+MOST_EXCLUDED = 20_000
 
 
 def build_source(task: TaskConfig) -> TaskSource:
@@ -15,14 +19,24 @@ def build_source(task: TaskConfig) -> TaskSource:
     return JsonlTasks(task.path, shuffle_seed=task.seed)
 
 
-def build_held_out(task: TaskConfig) -> TaskSource:
+def build_held_out(task: TaskConfig, *, training_items: int = 0) -> TaskSource:
     """Return the items for evaluation: another seed of the generator, or the file named `eval_path`.
+
+    Args:
+        task: the recipe's table.
+        training_items: items that the run draws at most; generated held-out items repeat none of the first
+            MOST_EXCLUDED of them, and none twice. 0 leaves out nothing (evaluation outside a run). A file is
+            taken as it is.
 
     Raises:
         ConfigError: a JSONL task without `eval_path`; evaluating on training items is not offered.
     """
     if task.kind == "reasoning_gym":
-        return ReasoningGymTasks(task.name, seed=task.seed, config=task.options).held_out()
+        training = ReasoningGymTasks(task.name, seed=task.seed, config=task.options)
+        if not training_items:
+            return training.held_out()
+        count = min(training_items, MOST_EXCLUDED)
+        return DisjointTasks(training.held_out(), excluded=training, count=count)
     if not task.eval_path:
         raise ConfigError(
             "task.eval_path: evaluation of a JSONL task needs a second file. Name one, or run.eval_items = 0."

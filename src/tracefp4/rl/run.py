@@ -15,7 +15,7 @@ from tracefp4.rl.policy import Policy
 from tracefp4.rl.records import RecordKeeper
 from tracefp4.rl.rundir import RunDirectory, hardware, versions, weights_hash
 from tracefp4.rl.samples import TrainingSample
-from tracefp4.rl.tasks import TaskStream
+from tracefp4.rl.tasks import TaskSource, TaskStream
 from tracefp4.rl.trainer import PolicyTrainer
 from tracefp4.rollout import LocalEngine
 
@@ -38,6 +38,8 @@ class Run:
     """Samples."""
     stream: TaskStream
     """Prompts, with the cursor that a checkpoint keeps."""
+    held_out: TaskSource | None = None
+    """Items of the evaluations; None when the recipe asks for none."""
     reference: PolicyTrainer | None = None
     """Scores the KL term's reference policy; None without a KL term."""
     records: RecordKeeper | None = None

@@ -8,7 +8,7 @@ reasoning-gym seeds item i with `seed + i`. Two consequences: runs that should s
 far apart (seed 0 and seed 1 share all items but one, shifted), and the held-out split is the same generator
 with the seed moved by HELD_OUT_OFFSET, disjoint in seeds as long as training stays below that index, which
 `item` enforces. Two seeds may still generate the same text where a task has few different items;
-`num_shared_prompts` counts that.
+`held_out.DisjointTasks` leaves such items out of a run's evaluation.
 """
 
 from __future__ import annotations
@@ -267,13 +267,6 @@ def create_dataset(name: str, *, seed: int, config: Mapping[str, Any]) -> Any:
             f"Dataset {name!r} refuses its options {dict(config)}: {error}. Allowed are {allowed}. "
             "Change the data section."
         ) from error
-
-
-def num_shared_prompts(source: TaskSource, other: TaskSource, *, count: int, other_count: int) -> int:
-    """Count how many of the first `other_count` prompts of `other` also occur among the first `count` of
-    `source`."""
-    seen = {source.item(index).prompt for index in range(count)}
-    return sum(other.item(index).prompt in seen for index in range(other_count))
 
 
 def encode_prompt(

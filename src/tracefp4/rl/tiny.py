@@ -1,7 +1,8 @@
 """A tiny Qwen3-MoE and its tokenizer, made here: a real Hugging Face checkpoint without a download.
 
 The tokenizer is a byte-level BPE trained on the task's own text, with digits kept apart (as Qwen's does) and
-words free to merge, so the question's fixed phrase is a few tokens; two chat markers, two answer tags. The model is transformers' own class and config.
+words free to merge, so the question's fixed phrase is a few tokens; two chat markers, two answer tags. The
+model is transformers' own class and config.
 """
 
 from collections.abc import Iterable

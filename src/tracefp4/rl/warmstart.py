@@ -72,8 +72,7 @@ def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None 
     for step in range(config.steps):
         first = FIRST_ITEM + step * config.batch_size
         examples = [
-            _example(source.item(first + i), tokenizer, config.bare_tenths)
-            for i in range(config.batch_size)
+            _example(source.item(first + i), tokenizer, config.bare_tenths) for i in range(config.batch_size)
         ]
         input_ids, labels = _padded(examples, pad_id=tokenizer.pad_token_id)
         logits = model(input_ids=input_ids, use_cache=False).logits

@@ -27,9 +27,7 @@ from tracefp4.rl.config import (
 from tracefp4.rl.loop import train
 from tracefp4.rl.planning import remembered_plan
 from tracefp4.rl.policy import load_policy
-from tracefp4.rl.prompts import build_held_out, build_source
 from tracefp4.rl.rundir import hardware, versions, write_atomically
-from tracefp4.rl.tasks import num_shared_prompts
 from tracefp4.rl.tiny import TinyShape
 from tracefp4.rl.warmstart import WarmStart, warm_start
 from tracefp4.study.rescore import rescore
@@ -41,6 +39,8 @@ ARMS: dict[str, PlanRules] = {
     "guided": PlanRules(guidance="mantissa"),
 }
 TASK_OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+# steps between two measurements of how much of an update the quantized forward shows
+TRANSMISSION_EVERY = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +89,7 @@ def arm_config(settings: DemoSettings, *, arm: str, out: Path) -> RunConfig:
             betas=(0.9, 0.95),
             micro_batch_tokens=8192,
             seed=settings.seed,
+            transmission_every=TRANSMISSION_EVERY,
         ),
         loss=LossConfig(clip_high=0.28),
         run=RunSettings(
@@ -146,7 +147,6 @@ def run_demo(
         "seconds": round(time.monotonic() - started, 1),
         "warm_start": warm,
         "plan": guided.summary(),
-        "held_out": _held_out(settings, configs["bf16"].task),
         "arms": arms,
         "rescore": {when: found.rows for when, found in scored.items()},
         "rescored_tokens": {when: found.num_tokens for when, found in scored.items()},
@@ -209,17 +209,13 @@ def _arm_result(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_per_s": tokens / sum(row["rollout_seconds"] for row in rows),
         "train_seconds_per_step": sum(row["train_seconds"] for row in rows) / len(rows),
         "bytes_per_token": rows[-1]["guidance_bytes_per_token"],
+        "transmission": [
+            {"step": row["step"], **{key: row[f"transmission/{key}"] for key in ("slope", "low", "high")}}
+            for row in rows
+            if "transmission/slope" in row
+        ],
         "weights_hash": manifest["final"]["weights_hash"],
     }
-
-
-def _held_out(settings: DemoSettings, task: TaskConfig) -> dict[str, int]:
-    """How many held-out items the RL prompts of the run contain by chance (small numbers repeat)."""
-    used = settings.steps * settings.num_prompts
-    shared = num_shared_prompts(
-        build_source(task), build_held_out(task), count=used, other_count=settings.eval_items
-    )
-    return {"items": settings.eval_items, "rl_prompts": used, "shared_with_rl_prompts": shared}
 
 
 def _step_line(arm: str, row: Mapping[str, Any]) -> str:
