@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
-
 from tests.rl.tiny_runs import make_config
+
 from tracefp4.errors import ConfigError, RecordError
 from tracefp4.rl import checkpoint
 from tracefp4.rl.opening import open_run
@@ -123,7 +123,10 @@ def test_random_state_comes_back(run):
     ("name", "error"),
     [
         ("os.replace", OSError(28, "No space left on device")),
-        ("tracefp4.rl.checkpoint.save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
+        (
+            "tracefp4.rl.checkpoint.save_file",
+            SafetensorError("I/O error: No space left on device (os error 28)"),
+        ),
         ("tracefp4.rl.checkpoint.save_model", Exception("No space left on device (os error 28)")),
     ],
     ids=["rename", "safetensors", "tokenizers"],
@@ -136,7 +139,9 @@ def test_a_full_disk_loses_nothing(run, monkeypatch, name, error):
 
     with monkeypatch.context() as patched:
         patched.setattr(name, full)
-        with pytest.raises(ConfigError, match=r"step_000002 could not be written \(\d+ bytes\): the disk is full"):
+        with pytest.raises(
+            ConfigError, match=r"step_000002 could not be written \(\d+ bytes\): the disk is full"
+        ):
             save_at(run, 2)
     assert [entry.name for entry in path.parent.iterdir()] == ["step_000001"]
     assert checkpoint.latest(path.parent) == path
@@ -158,7 +163,11 @@ def small_disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True).returncode
+    ):
         pytest.skip("mounting a tmpfs is not allowed here")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)

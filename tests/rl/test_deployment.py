@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
+from tests.rl.tiny_runs import changed, make_config, tables, write_recipe
 from typer.testing import CliRunner
 
-from tests.rl.tiny_runs import changed, make_config, tables, write_recipe
 from tracefp4.cli.main import app
 from tracefp4.errors import ConfigError
 from tracefp4.rl.deployment import evaluate_checkpoint, generate_text, load_deployed
@@ -43,7 +43,9 @@ def test_a_runs_checkpoint_is_rounded_with_the_runs_exponents(tiny, tmp_path):
     manifest = train(config)
     path = tmp_path / "run" / "checkpoints" / "step_000001"
     state = json.loads((path / "state.json").read_text())
-    assert [[s.k_exponent, s.v_exponent] for s in load_deployed(path).plan.layers] == state["plan"]["kv_exponents"]
+    assert [[s.k_exponent, s.v_exponent] for s in load_deployed(path).plan.layers] == state["plan"][
+        "kv_exponents"
+    ]
     found = evaluate_checkpoint(changed(config, model__path=str(path)), num_items=6)
     assert found.accuracy == manifest["evaluations"]["1"]["accuracy"]
     assert found.mean_tokens == manifest["evaluations"]["1"]["mean_tokens"]
@@ -79,7 +81,9 @@ def test_more_text_than_the_default_pool_holds(tiny):
 def test_sampling_defaults_are_the_checkpoints(tiny, tmp_path):
     path = shutil.copytree(tiny[0], tmp_path / "copy")
     file = path / "generation_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "temperature": 0.5, "top_p": 0.8, "top_k": 7}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "temperature": 0.5, "top_p": 0.8, "top_k": 7})
+    )
     params = load_deployed(path).params
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.8, 7)
 
@@ -123,5 +127,3 @@ def test_the_generate_command(tiny):
     assert result.exit_code == 0, result.output
     assert "one" in result.output
     assert result.output == CliRunner().invoke(app, [*arguments, "--samples", "2", "--chat"]).output
-
-

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.rl.tiny_runs import changed, make_config, metrics_of
+
 from tracefp4.errors import ConfigError
 from tracefp4.rl.loop import train
 
@@ -113,7 +113,9 @@ def test_samples_that_are_too_old_are_dropped_counted_and_train_nothing(tiny, tm
 
 @pytest.mark.parametrize("truncated", ["mask", "penalize", "train"])
 def test_truncated_completions(tiny, tmp_path, truncated):
-    config = make_config(*tiny, tmp_path / "run", train__truncated=truncated, train__steps=1, task__reward=PLAIN)
+    config = make_config(
+        *tiny, tmp_path / "run", train__truncated=truncated, train__steps=1, task__reward=PLAIN
+    )
     train(config)
     (row,) = metrics_of(config)
     assert row["truncated_fraction"] > 0.8
@@ -127,7 +129,12 @@ def test_truncated_completions(tiny, tmp_path, truncated):
 
 def test_transmission_is_measured_when_asked(tiny, tmp_path):
     config = make_config(
-        *tiny, tmp_path / "run", train__transmission_every=2, train__steps=3, task__reward=PLAIN, train__lr=0.01
+        *tiny,
+        tmp_path / "run",
+        train__transmission_every=2,
+        train__steps=3,
+        task__reward=PLAIN,
+        train__lr=0.01,
     )
     manifest = train(config)
     rows = metrics_of(config)

@@ -3,8 +3,8 @@
 from dataclasses import fields, replace
 
 import pytest
-
 from tests.rl.test_rollouts import make
+
 from tracefp4.errors import RecordError
 from tracefp4.guidance.joining import records_equal
 from tracefp4.rl.pending import samples_from_bytes, samples_to_bytes

@@ -1,8 +1,8 @@
 """Records of a run on disk: found by step and trajectory, bounded, and cut where a run is resumed."""
 
 import pytest
-
 from tests.rl.tiny_runs import make_config, metrics_of
+
 from tracefp4.errors import BackendError
 from tracefp4.guidance.joining import records_equal
 from tracefp4.rl.loop import train
@@ -52,7 +52,9 @@ def test_a_full_disk_is_an_error(samples, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tracefp4.store.directory._write_synced", full)
-    with pytest.raises(BackendError, match=r"000000/0.0.0.*No space left on device. The disk must take \d+ bytes"):
+    with pytest.raises(
+        BackendError, match=r"000000/0.0.0.*No space left on device. The disk must take \d+ bytes"
+    ):
         keeper.put(0, samples)
 
 

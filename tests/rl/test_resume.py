@@ -3,8 +3,8 @@
 import shutil
 
 import pytest
-
 from tests.rl.tiny_runs import changed, make_config, metrics_of
+
 from tracefp4.errors import ConfigError
 from tracefp4.rl import checkpoint
 from tracefp4.rl.loop import train

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from tests.rl.tiny_runs import make_config
+
 from tracefp4.guidance.joining import records_equal
 from tracefp4.rl.loop import _maker
 from tracefp4.rl.opening import open_run

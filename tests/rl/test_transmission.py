@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from tests.rl.test_trainer import make_samples, update
 from tests.rl.tiny_runs import make_config
+
 from tracefp4.patching import PlanRules, apply, plan
 from tracefp4.rl.opening import open_run
 from tracefp4.rl.policy import load_policy
@@ -23,7 +23,9 @@ def test_the_unquantized_forward_is_the_bf16_models(tiny, tmp_path):
     run = open_tiny(tiny, tmp_path / "run")
     policy = load_policy(tiny[0])
     other = apply(
-        policy.model, plan(policy.model, PlanRules(mode="bf16", guidance="none")), arithmetic=run.trainer.arithmetic
+        policy.model,
+        plan(policy.model, PlanRules(mode="bf16", guidance="none")),
+        arithmetic=run.trainer.arithmetic,
     )
     samples = [replace(sample, record=None) for sample in make_samples(run)]
     expected = replace(run.trainer, applied=other, optimizer=None).score(samples).logprobs
