@@ -89,7 +89,9 @@ def unpack_bits(packed: Tensor) -> Tensor:
 
 def _words(tensor: Tensor, word: torch.dtype) -> Tensor:
     """Read consecutive bytes of the last dimension as little-endian words."""
-    flat = tensor.contiguous().view(-1)  # flat, because torch checks the strides even of dimensions of size 0 or 1
+    flat = tensor.contiguous().view(
+        -1
+    )  # flat, because torch checks the strides even of dimensions of size 0 or 1
     flat = flat.clone() if flat.storage_offset() % word.itemsize else flat
     return flat.view(word).view(*tensor.shape[:-1], tensor.shape[-1] // word.itemsize)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tracefp4.errors import FormatError
 from tracefp4.formats.grid import decode_e4m3, encode_e4m3
-from tracefp4.formats.scheme import MAX_EXPONENT, MIN_EXPONENT
+from tracefp4.formats.scheme import MAX_EXPONENT, MIN_EXPONENT, Scheme
 
 NAN_BYTE = 0x7F
 """The E4M3 byte that marks a block with NaN or Inf inside."""
@@ -172,3 +172,27 @@ def calibrate_exponent(x: Tensor) -> int:
     if float(amax) == 0.0:
         return 0
     return min(int(pow2_exponent(amax)) + KV_HEADROOM_EXPONENT, MAX_EXPONENT)
+
+
+def check_operand(x: Tensor, scheme: Scheme, exponent: int | None) -> None:
+    """Refuse a tensor or an exponent that the scheme cannot quantize (the shape is the op's own check).
+
+    Raises:
+        FormatError: An integer or 8-bit tensor; an exponent for a scheme that finds its own, or none for a
+            static one; an exponent outside [MIN_EXPONENT, MAX_EXPONENT].
+    """
+    if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
+        raise FormatError(
+            f"{scheme.name} needs a float tensor of 16 bits or more; got {x.dtype}. Cast it first."
+        )
+    if (exponent is None) == (scheme.outer == "static"):
+        needs = (
+            "needs an exponent (calibrate_exponent)" if scheme.outer == "static" else "finds its own exponent"
+        )
+        raise FormatError(
+            f"{scheme.name} {needs}; got exponent={exponent}. Pass it exactly when the scheme is static."
+        )
+    if exponent is not None and not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
+        raise FormatError(
+            f"exponent must lie in [{MIN_EXPONENT}, {MAX_EXPONENT}]; got {exponent}. Calibrate it again."
+        )

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from tracefp4.errors import FormatError
-from tracefp4.formats.scheme import MAX_EXPONENT, MIN_EXPONENT, Scheme
+from tracefp4.formats.scaling import check_operand
+from tracefp4.formats.scheme import Scheme
 from tracefp4.ops.backend import Backend, choose
 from tracefp4.ops.guided_quantize.reference import guided_quantize_reference
 from tracefp4.ops.guided_quantize.values import Guide, Rounded
@@ -65,25 +66,11 @@ def guided_quantize(
 
 
 def _check_input(x: Tensor, scheme: Scheme, exponent: int | None) -> None:
-    if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
-        raise FormatError(
-            f"{scheme.name} needs a float tensor of 16 bits or more; got {x.dtype}. Cast it first."
-        )
+    check_operand(x, scheme, exponent)
     if x.dim() != 2 or x.shape[1] == 0 or x.shape[1] % scheme.block_size:
         raise FormatError(
             f"guided_quantize with {scheme.name} needs x [N, K] with K a positive multiple of "
             f"{scheme.block_size}; got shape {tuple(x.shape)}. Flatten the leading dimensions, or pad K."
-        )
-    if (exponent is None) == (scheme.outer == "static"):
-        needs = (
-            "needs an exponent (calibrate_exponent)" if scheme.outer == "static" else "finds its own exponent"
-        )
-        raise FormatError(
-            f"{scheme.name} {needs}; got exponent={exponent}. Pass it exactly when the scheme is static."
-        )
-    if exponent is not None and not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
-        raise FormatError(
-            f"exponent must lie in [{MIN_EXPONENT}, {MAX_EXPONENT}]; got {exponent}. Calibrate it again."
         )
 
 

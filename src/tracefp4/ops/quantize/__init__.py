@@ -9,7 +9,8 @@ This op rounds to nearest even only; following recorded decisions is `guided_qua
 from torch import Tensor
 
 from tracefp4.errors import FormatError
-from tracefp4.formats.scheme import MAX_EXPONENT, MIN_EXPONENT, Scheme
+from tracefp4.formats.scaling import check_operand
+from tracefp4.formats.scheme import Scheme
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops.backend import Backend, choose
 from tracefp4.ops.quantize.reference import quantize_reference
@@ -50,24 +51,10 @@ def quantize(
 
 
 def _check(x: Tensor, scheme: Scheme, exponent: int | None) -> None:
-    if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
-        raise FormatError(
-            f"{scheme.name} needs a float tensor of 16 bits or more; got {x.dtype}. Cast it first."
-        )
+    check_operand(x, scheme, exponent)
     least = 2 if scheme.outer == "tensor" else 1
     if x.dim() < least or x.shape[-1] == 0 or x.shape[-1] % scheme.block_size:
         raise FormatError(
             f"{scheme.name} needs at least {least} dimension(s), the last a positive multiple of "
             f"{scheme.block_size}; got x of shape {tuple(x.shape)}. Pad it or keep this tensor in bf16."
-        )
-    if (exponent is None) == (scheme.outer == "static"):
-        needs = (
-            "needs an exponent (calibrate_exponent)" if scheme.outer == "static" else "finds its own exponent"
-        )
-        raise FormatError(
-            f"{scheme.name} {needs}; got exponent={exponent}. Pass it exactly when the scheme is static."
-        )
-    if exponent is not None and not MIN_EXPONENT <= exponent <= MAX_EXPONENT:
-        raise FormatError(
-            f"exponent must lie in [{MIN_EXPONENT}, {MAX_EXPONENT}]; got {exponent}. Calibrate it again."
         )
