@@ -10,8 +10,10 @@ from torch.nn.functional import linear, silu
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import CONTROL
-from tracefp4.guidance import Site
-from tracefp4.guidance.session import record
+from tracefp4.guidance import ReplayBatch, Site
+from tracefp4.guidance.builder import SequenceRows, StepLog
+from tracefp4.guidance.record import RecordIdentity
+from tracefp4.guidance.session import record, replay
 from tracefp4.qat.experts import ExpertWeights
 
 # float64 sums of 16 or 32 terms in another order
@@ -115,22 +117,52 @@ def test_weights_given_new_memory_are_quantized_again():
     assert module.tracefp4.num_quantizations == 3
 
 
+def recorded_and_replayed(module, x, ids, weights, *, recorded_x):
+    """Output under a full record of the same experts at `recorded_x`; and the record."""
+    sites = (Site("x", 0), Site("w2", 0))
+    log = StepLog(sites=sites)
+    first = log.begin_step(num_tokens=len(x))
+    with record(log):
+        module(recorded_x, ids, weights)
+    log.end_step()
+    identity = RecordIdentity(trajectory="t", weight_versions=0, scheme_digest="s", plan_digest="p")
+    (made,) = log.build([SequenceRows(identity=identity, rows=range(first, first + len(x)))])
+    batch = ReplayBatch(positions=torch.arange(len(x))[None], records=[made])
+    with replay(batch):
+        return module(x, ids, weights), made, batch.counters
+
+
 def test_moe_5_experts_without_tokens():
-    # Tokens per expert [3, 0, 5, 0], top-1. Mutation: a loop over non-empty experts leaves gradients None.
+    # Tokens per expert [3, 0, 5, 0], top-1, guided. Mutation: skipping empty experts leaves gradients None.
     module = Experts()
     x = torch.randn(8, 32, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([2, 0, 2, 2, 0, 2, 0, 2])[:, None]
     weights = torch.ones(8, 1, dtype=torch.float64)
-    observer = Observer()
-    with record(observer):
-        y = module(x, ids, weights)
+    y, made, counters = recorded_and_replayed(module, x, ids, weights, recorded_x=x.detach())
     assert (y - dense_reference(module, x, ids, weights, backward="dequantized")).abs().max() < CLOSE
-    assert observer.seen[Site("x", 0)].codes.shape == (8, 32)
-    assert observer.seen[Site("w2", 0)].codes.shape == (8, 16)  # a row per (token, slot), none per expert
+    assert counters.total().positions_guided == 16 and counters.total().values_changed == 0
+    assert {site.kind: tuple(part.payload.shape) for site, part in made.sites.items()} == {
+        "x": (8, 16),
+        "w2": (8, 8),
+    }  # a row per (token, slot), none per expert
     y.sum().backward()
     for parameter in module.parameters():
         assert parameter.grad.shape == parameter.shape
         assert (parameter.grad[[1, 3]] == 0).all() and (parameter.grad[[0, 2]] != 0).any()
+
+
+def test_the_clipped_estimator_masks_by_the_recorded_scales_under_replay():
+    # A rollout whose values were half as large has half the scales: the largest of every block saturates.
+    # Mutation: the mask of the trainer's own scales, which would keep (nearly) everything.
+    module = Experts(num_experts=1, ste="clip", precision=replace(FP4, weight=None))
+    x = torch.rand(5, 32, dtype=torch.float64) * 0.8 + 0.05
+    x[:, ::16] = 2.0
+    x.requires_grad_()
+    ids, weights = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1, dtype=torch.float64)
+    y, _, _ = recorded_and_replayed(module, x, ids, weights, recorded_x=x.detach() / 2)
+    y.sum().backward()
+    assert (x.grad[:, ::16] == 0).all()
+    assert (x.grad != 0).sum() == x.numel() - 10
 
 
 @pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
