@@ -1,6 +1,7 @@
 """Sampling: noise that depends on identity alone, the distribution after each cut, and its log-probs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,9 +50,21 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch():
     tokens, logprobs = draw(logits, batch(33))
     alone = batch(33)
     for i in (0, 7, 32):
-        one = DrawBatch(**{f: getattr(alone, f)[i : i + 1] for f in alone.__slots__})
+        columns = {f: getattr(alone, f) for f in alone.__slots__}
+        one = DrawBatch(**{f: None if column is None else column[i : i + 1] for f, column in columns.items()})
         token, logprob = draw(logits[i : i + 1], one)
         assert token[0] == tokens[i] and logprob[0] == logprobs[i]
+
+
+def test_forced_rows_take_their_token_and_its_log_prob_others_are_drawn():
+    logits = torch.randn(4, 10)
+    free, free_logprobs = draw(logits, batch(4))
+    forced = torch.tensor([-1, 3, -1, 9])
+    tokens, logprobs = draw(logits, replace(batch(4), forced=forced))
+    assert tokens.tolist() == [free[0], 3, free[2], 9]
+    expected = logits.double().log_softmax(-1)[[1, 3], [3, 9]]
+    assert torch.allclose(logprobs[[1, 3]], expected, atol=1e-12)
+    assert torch.equal(logprobs[[0, 2]], free_logprobs[[0, 2]])
 
 
 def test_frequencies_follow_the_probabilities():
