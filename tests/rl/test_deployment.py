@@ -69,13 +69,14 @@ def test_generation_is_reproducible_and_differs_by_mode(tiny):
     assert texts["fp4"] != texts["bf16"]
 
 
-def test_more_text_than_the_default_pool_holds(tiny):
-    from dataclasses import replace
+def test_the_pool_holds_what_is_asked_for():
+    from tracefp4.rl.deployment import _sizes
+    from tracefp4.rollout import SamplingParams
 
-    deployed = load_deployed(tiny[0])
-    params = replace(deployed.params, max_tokens=120, n=80, stop_token_ids=())
-    (group,) = generate_text(deployed, ["one"], params=params)
-    assert len(group) == 80
+    small = _sizes([[1, 2]], SamplingParams(max_tokens=5))
+    assert small.num_pages == 512
+    large = _sizes([[1] * 50, [1]], SamplingParams(max_tokens=1000, n=80))
+    assert large.num_pages * large.page_size >= 64 * 1050
 
 
 def test_sampling_defaults_are_the_checkpoints(tiny, tmp_path):

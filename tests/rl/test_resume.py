@@ -1,6 +1,7 @@
 """A stopped run continues bit for bit: weights, moments, prompts, pending rollouts, records and metrics."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from tests.rl.tiny_runs import changed, make_config, metrics_of
@@ -10,6 +11,7 @@ from tracefp4.rl import checkpoint
 from tracefp4.rl.loop import train
 from tracefp4.rl.opening import open_run
 from tracefp4.rl.rundir import RunDirectory
+from tracefp4.store import DirectoryStore
 
 PLAIN = "tests.rl.tiny_runs:share_plain"
 TIMES = ("rollout_seconds", "rollout_tokens_per_s", "train_seconds")
@@ -51,24 +53,10 @@ def test_ends_in_the_same_bytes(tiny, tmp_path, whole, after):
     manifest = train(config, resume=True)
     assert manifest["final"] == whole[1]["final"]
     assert timeless(metrics_of(config)) == timeless(metrics_of(whole[0]))
-
-
-def test_records_are_those_of_the_whole_run(tiny, tmp_path, whole):
-    from tracefp4.rl.records import RecordKeeper
-
-    config = stopped(tiny, tmp_path / "run", after=4)
-    train(config, resume=True)
-    stores = [
-        RecordKeeper(tmp_path / "run" / "records", keep_steps=2, first_step=99).store,
-        RecordKeeper(open_path(whole) / "records", keep_steps=2, first_step=99).store,
-    ]
-    assert stores[0].keys() == stores[1].keys()
-    assert {key[:6] for key in stores[0].keys()} == {"000003", "000004"}  # noqa: SIM118
-    assert all(stores[0].get(key) == stores[1].get(key) for key in stores[0].keys())  # noqa: SIM118
-
-
-def open_path(whole):
-    return RunDirectory(whole[0].run.dir, resume=True).path
+    mine, theirs = (DirectoryStore(Path(found.run.dir) / "records") for found in (config, whole[0]))
+    assert mine.keys() == theirs.keys()
+    assert {key[:6] for key in mine.keys()} == {"000003", "000004"}  # noqa: SIM118
+    assert all(mine.get(key) == theirs.get(key) for key in mine.keys())  # noqa: SIM118
 
 
 def test_a_torn_newest_checkpoint_falls_back_to_the_one_before(tiny, tmp_path, whole):

@@ -72,7 +72,9 @@ def evaluate_checkpoint(config: RunConfig, *, num_items: int, samples: int = 1) 
     Raises:
         ConfigError: a checkpoint, task or size that cannot be used.
     """
-    source = build_held_out(config.task)
+    # the items that a run of this recipe evaluates on
+    training_items = config.train.steps * config.rollout.num_prompts
+    source = build_held_out(config.task, training_items=training_items)
     policy = load_policy(config.model.path)
     training = build_source(config.task)
     prompts = [encode(training.item(i), tokenizer=policy.tokenizer) for i in range(CALIBRATION_PROMPTS)]
