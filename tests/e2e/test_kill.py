@@ -155,6 +155,7 @@ def test_killed_in_a_write_interrupted_and_resumed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_twenty_kills_change_no_byte(tmp_path):
     trained, draw = Trained(tmp_path, steps=90), random.Random(1)
     kinds = ["write"] * 8 + ["step"] * 8 + ["early"] * 4
