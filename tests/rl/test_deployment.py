@@ -117,9 +117,9 @@ def test_the_eval_command(tiny, tmp_path):
     assert "pass@4 " in result.output
     result = CliRunner().invoke(app, [*arguments, "--mode", "bf16", "--json"])
     assert json.loads(result.stdout)["num_items"] == 6
-    result = CliRunner().invoke(app, [*arguments, "--set", "task.lenght=3"])
+    result = CliRunner().invoke(app, [*arguments, "--set", "task.longth=3"])
     assert result.exit_code == 2
-    assert "task.lenght: unknown key" in result.output
+    assert "task.longth: unknown key" in result.output
 
 
 def test_the_generate_command(tiny):
