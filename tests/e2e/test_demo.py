@@ -21,7 +21,7 @@ MINIATURE = DemoSettings(
     rescore_prompts=2,
 )
 RECIPES = Path(__file__).parents[2] / "recipes"
-# six minutes is the promise for two quiet cores (277 s when it was last measured); half as much again for a busy machine
+# six minutes is the promise for two quiet cores (277 s when last measured); half as much again for a busy machine
 MOST_SECONDS = 1.5 * 360.0
 
 
