@@ -15,7 +15,7 @@ from tracefp4.patching.budget import (
     memory,
     record_bytes,
 )
-from tracefp4.patching.catalogue import KNOWN_SHAPES, shape_by_name, shape_from_config
+from tracefp4.patching.catalogue import ALIASES, KNOWN_SHAPES, shape_by_name, shape_from_config
 from tracefp4.patching.rules import PlanRules
 from tracefp4.patching.shapes import modules, num_parameters
 
@@ -169,12 +169,27 @@ def test_a_model_off_the_block_is_refused():
     assert decisions_for(shape, PlanRules(exclude=("*.kv_cache",)))
 
 
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("olmoe", "OLMoE-1B-7B"),
+        ("qwen3-30b", "Qwen3-30B-A3B"),
+        ("Qwen3-235B", "Qwen3-235B-A22B"),
+        ("qwen3.5-35b", "Qwen3.5-35B-A3B"),
+        ("Qwen/qwen3.5-122b", "Qwen3.5-122B-A10B"),
+    ],
+)
+def test_shape_by_name_knows_short_names(short, name):
+    assert shape_by_name(short).name == name
+    assert set(ALIASES.values()) <= set(KNOWN_SHAPES) and not set(ALIASES) & set(KNOWN_SHAPES)
+
+
 def test_shape_by_name_reads_files_and_explains_itself(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(_tiny("qwen3_moe")))
     assert shape_by_name(str(tmp_path)) == shape_by_name(str(tmp_path / "config.json"))
     assert shape_by_name("Qwen/Qwen3-30B-A3B").name == "Qwen3-30B-A3B"
     with pytest.raises(ConfigError, match=r"Did you mean 'qwen3.5-35b-a3b'"):
-        shape_by_name("qwen3.5-35b")
+        shape_by_name("qwen35-35b")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not readable JSON"):
         shape_by_name(str(tmp_path))

@@ -146,17 +146,27 @@ KNOWN_SHAPES: Mapping[str, ModelShape] = {
     ),
 }
 
+# Shorter names of the same shapes, as people say them.
+ALIASES: Mapping[str, str] = {
+    "olmoe": "olmoe-1b-7b",
+    "qwen3-30b": "qwen3-30b-a3b",
+    "qwen3-235b": "qwen3-235b-a22b",
+    "qwen3.5-35b": "qwen3.5-35b-a3b",
+    "qwen3.5-122b": "qwen3.5-122b-a10b",
+}
+
 
 def shape_by_name(model: str) -> ModelShape:
     """Return the shape of a model known by name, or read it from a local config.
 
     Args:
-        model: a key of `KNOWN_SHAPES` in any case, a `config.json`, or a directory that holds one.
+        model: a key of `KNOWN_SHAPES` or `ALIASES` in any case, a `config.json`, or a directory that holds one.
 
     Raises:
         ConfigError: neither a known name nor a readable config, or a config of another architecture.
     """
-    known = KNOWN_SHAPES.get(model.lower().rsplit("/", 1)[-1])
+    asked = model.lower().rsplit("/", 1)[-1]
+    known = KNOWN_SHAPES.get(ALIASES.get(asked, asked))
     if known is not None and not Path(model).exists():
         return known
     path = Path(model)
