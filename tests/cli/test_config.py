@@ -1,11 +1,10 @@
 """Recipes are read strictly: every mistake names the key, what it got, and what is valid."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 
-from tracefp4.cli.config import config_from_table, load_config, resolved_json
+from tracefp4.cli.config import config_from_table, load_config
 from tracefp4.errors import ConfigError
 from tracefp4.rl.config import RunConfig
 
@@ -104,12 +103,3 @@ def test_unreadable_recipes(tmp_path):
     (tmp_path / "bad.toml").write_text("[model\n")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(tmp_path / "bad.toml")
-
-
-def test_resolved_json_holds_every_default_and_reads_back():
-    config = _config()
-    text = resolved_json(config)
-    assert json.loads(text) == json.loads(json.dumps(asdict(config)))
-    table = json.loads(text)
-    table["rollout"] = {key: value for key, value in table["rollout"].items() if value is not None}
-    assert config_from_table(table) == config

@@ -1,16 +1,15 @@
 """Read a recipe strictly: TOML and `--set key=value` into a frozen dataclass, every key and type checked.
 
 An unknown key is an error with the nearest valid name; a wrong type is an error with the path of the value.
-The resolved config, with every default, is written as JSON: TOML is for people, JSON for machines.
+The run directory keeps the resolved config as JSON: TOML is for people, JSON for machines.
 """
 
 import difflib
-import json
 import re
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -45,11 +44,6 @@ def config_from_table(table: dict[str, Any], *, overrides: Sequence[str] = ()) -
     for text in overrides:
         _apply_override(table, text)
     return cast(RunConfig, _build(RunConfig, table, ""))
-
-
-def resolved_json(config: RunConfig) -> str:
-    """Return the config with every default as JSON text, keys in declaration order."""
-    return json.dumps(asdict(config), indent=2) + "\n"
 
 
 def _apply_override(table: dict[str, Any], text: str) -> None:
