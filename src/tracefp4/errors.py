@@ -25,7 +25,3 @@ class RecordError(TraceFP4Error):
 
 class BackendError(TraceFP4Error):
     """A named backend that cannot run this op on this device."""
-
-
-class ParityError(TraceFP4Error):
-    """Two sides that must be equal, bit for bit, are not."""
