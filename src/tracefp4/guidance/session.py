@@ -2,11 +2,11 @@
 
 Exactly one context variable holds the Session; sites ask `current()`. Sessions do not nest: a pass either
 makes decisions or follows them. Replay is addressed by position (guidance.replay), so a session may be
-entered again for a recomputation, in any order, without changing any answer. Recomputation under activation
-checkpointing must see the
-session of its own forward pass: keep backward inside `with replay(...)`, or give the checkpoint
-    `bind(function)` when several micro-batches are in flight or backward runs on another thread (context
-    variables do not cross threads).
+entered again for a recomputation, in any order, without changing any answer.
+
+Recomputation under activation checkpointing must see the session of its own forward pass: keep backward
+inside `with replay(...)`, or give the checkpoint `bind(function)` when several micro-batches are in flight or
+backward runs on another thread (context variables do not cross threads).
 """
 
 from __future__ import annotations

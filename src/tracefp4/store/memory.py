@@ -1,4 +1,6 @@
-"""A store in this process's memory: for tests and for runs whose records need not outlive them."""
+"""A store in this process's memory, for callers whose bytes need not outlive it; it keeps the contract of a
+DirectoryStore and is tested against it. Recipes offer the directory only.
+"""
 
 from __future__ import annotations
 
