@@ -103,7 +103,13 @@ def test_the_starting_checkpoint_may_be_gone(tiny, tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"train__lr": 1.0}, {"task__seed": 5}, {"quantization__guidance": "none"}, {"loss__clip_high": 0.4}],
+    [
+        {"train__lr": 1.0},
+        {"task__seed": 5},
+        {"quantization__guidance": "none"},
+        {"loss__clip_high": 0.4},
+        {"run__eval_items": 4},
+    ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_other_settings_are_refused(tiny, tmp_path, changes):
@@ -117,6 +123,31 @@ def test_output_settings_may_change(tiny, tmp_path, whole):
     other = changed(config, run__checkpoint_every=2, run__keep_last=1, train__transmission_every=1)
     assert train(other, resume=True)["final"] == whole[1]["final"]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000005"]
+
+
+def test_more_steps_are_evaluated_on_the_same_items(tiny, tmp_path):
+    config = make_config(*tiny, tmp_path / "run", train__steps=1, run__eval_items=4)
+    first = train(config)["evaluations"]
+    both = train(changed(config, train__steps=2), resume=True)["evaluations"]
+    assert list(both) == ["0", "1", "2"]
+    assert both["1"] == first["1"]
+    assert len({entry["held_out"] for entry in both.values()}) == 1
+    assert both["2"]["num_items"] == 4
+    assert both["2"]["temperature"] == 0.0
+
+
+def test_evaluations_that_cannot_be_compared_are_refused(tiny, tmp_path):
+    held_out = shutil.copy(tiny[1], tmp_path / "held_out.jsonl")
+    config = make_config(
+        *tiny, tmp_path / "run", train__steps=1, run__eval_items=4, task__eval_path=str(held_out)
+    )
+    train(config)
+    with pytest.raises(ConfigError, match=r"evaluation at step 0 .* cannot be compared"):
+        train(changed(config, train__steps=2, run__eval_temperature=1.0), resume=True)
+    lines = Path(held_out).read_text(encoding="utf-8").splitlines()
+    Path(held_out).write_text("\n".join(reversed(lines)), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"evaluation at step 0 .* cannot be compared"):
+        train(changed(config, train__steps=2), resume=True)
 
 
 def test_nothing_to_resume_is_refused(tiny, tmp_path):

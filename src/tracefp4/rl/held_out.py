@@ -1,8 +1,13 @@
-"""Held-out items that a run never trained on: no prompt of the run, and no prompt twice.
+"""Held-out items: different questions, which no training step of any run with the same recipe draws.
 
 A generator with another seed is not enough: a task with few different questions repeats them by chance (of 512
-two-term sums of one and two digits, about a third occur among 384 training prompts).
+two-term sums of one and two digits, about a third occur among 384 training prompts). So the first items of the
+held-out seed are reserved, each question once, and the training stream moves past them. What is reserved
+depends on the task and on how many items a run evaluates on, never on how long it trains.
 """
+
+import hashlib
+import json
 
 from tracefp4.errors import ConfigError
 from tracefp4.rl.tasks import Task, TaskSource
@@ -11,29 +16,23 @@ from tracefp4.rl.tasks import Task, TaskSource
 MOST_TRIES = 1000
 
 
-class DisjointTasks:
-    """The items of `source` whose prompts are new: not among the first `count` of `excluded`, each once."""
+class DistinctTasks:
+    """The items of `source` in order, without those whose prompt occurred before."""
 
-    def __init__(self, source: TaskSource, *, excluded: TaskSource, count: int) -> None:
-        """Collect the prompts to leave out.
-
-        Args:
-            source: where items come from, in order.
-            excluded: the training items.
-            count: how many of them the run can draw, >= 0.
-        """
+    def __init__(self, source: TaskSource) -> None:
+        """Start with none; items are made as they are asked for."""
         self.source = source
-        self._seen = {excluded.item(i).prompt for i in range(count)}
+        self._seen: set[str] = set()
         self._next = 0
         self._kept: list[Task] = []
 
     @property
     def digest(self) -> str:
-        """Digest of the source; what is left out follows from the run's own config."""
+        """Digest of the source, which decides everything here."""
         return self.source.digest
 
     def item(self, index: int) -> Task:
-        """Return the index-th new item.
+        """Return the index-th different item.
 
         Raises:
             ConfigError: the task has no new question left.
@@ -54,3 +53,19 @@ class DisjointTasks:
             f"held-out: after {len(self._kept)} items no new question was found in {MOST_TRIES} tries; the task "
             "has too few different ones. Ask for fewer with run.eval_items, or widen task.options."
         )
+
+
+def prompts_of(source: TaskSource, *, num_items: int) -> frozenset[str]:
+    """Return the prompts of the first items.
+
+    Raises:
+        ConfigError: the source has fewer.
+    """
+    return frozenset(source.item(i).prompt for i in range(num_items))
+
+
+def items_digest(source: TaskSource, *, num_items: int) -> str:
+    """Return 16 hex digits of what the first items ask, in order: two evaluations with it equal are comparable."""
+    tasks = [source.item(i) for i in range(num_items)]
+    asked = [task.prompt if task.messages is None else list(task.messages) for task in tasks]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]

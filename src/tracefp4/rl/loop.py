@@ -19,7 +19,7 @@ from tracefp4.rl.metrics import MetricWriter, OnStep
 from tracefp4.rl.opening import open_run
 from tracefp4.rl.prompts import build_scorer
 from tracefp4.rl.rollouts import RolloutMaker
-from tracefp4.rl.run import Run
+from tracefp4.rl.run import Run, evaluated_on
 from tracefp4.rl.rundir import RunDirectory
 from tracefp4.rl.samples import TrainingSample
 from tracefp4.rl.sync import build_engine, publish
@@ -143,7 +143,8 @@ def _evaluate_once(run: Run) -> None:
     """Evaluate at this step unless the manifest already holds the result (the run was resumed here)."""
     evaluations = dict(run.manifest().get("evaluations", {}))
     if str(run.step) not in evaluations:
-        evaluations[str(run.step)] = asdict(evaluate_run(run))
+        assert run.held_out is not None, "run.eval_items is 0"
+        evaluations[str(run.step)] = asdict(evaluate_run(run)) | evaluated_on(run.config, run.held_out)
         run.note({"evaluations": evaluations})
 
 

@@ -6,6 +6,7 @@ checks first, before a token is sampled.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from tracefp4.rl.optimizer import MasterWeightAdamW
 from tracefp4.rl.pending import samples_from_bytes
 from tracefp4.rl.planning import calibrated_plan, remembered_plan
 from tracefp4.rl.policy import Policy, load_policy
-from tracefp4.rl.prompts import build_held_out, build_source, encode
+from tracefp4.rl.prompts import build_held_out, build_stream, encode
 from tracefp4.rl.records import RecordKeeper
-from tracefp4.rl.run import Run, config_digest
+from tracefp4.rl.run import Run, config_digest, evaluated_on
 from tracefp4.rl.rundir import RunDirectory
 from tracefp4.rl.sync import build_engine
 from tracefp4.rl.tasks import TaskSource, TaskStream
@@ -41,14 +42,13 @@ def open_run(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Run
     manifest = directory.read_json("manifest.json") if directory.is_begun else None
     if manifest is not None:
         _check_digest(str(manifest["config_digest"]), config)
-    held_out = None
-    if config.run.eval_items:
-        training_items = config.train.steps * config.rollout.num_prompts
-        held_out = build_held_out(config.task, training_items=training_items)
+    held_out = build_held_out(config.task) if config.run.eval_items else None
+    if manifest is not None and held_out is not None:
+        _check_evaluations(manifest, evaluated_on(config, held_out))
     found = None if manifest is None else checkpoint.latest(directory.checkpoints)
     state = None if found is None else checkpoint.load_state(found)
     policy = load_policy(config.model.path if found is None else found)
-    stream = TaskStream(build_source(config.task))
+    stream = build_stream(config.task, reserved=config.run.eval_items)
     trainer = _trainer(config, policy, _plan(config, policy, stream.source, manifest))
     version = 0
     if found is not None and state is not None:
@@ -134,6 +134,18 @@ def _check_digest(started_with: str, config: RunConfig) -> None:
     if started_with != config_digest(config):
         raise ConfigError(
             f"--resume: the run was started with other settings (config digest {started_with}, now "
-            f"{config_digest(config)}). Only [run], train.steps and train.transmission_* may change; start a "
-            "new run for the rest."
+            f"{config_digest(config)}). Only train.steps, train.transmission_* and [run] without "
+            "run.eval_items may change; start a new run for the rest."
         )
+
+
+def _check_evaluations(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to put evaluations that cannot be compared next to each other."""
+    for step, entry in manifest.get("evaluations", {}).items():
+        before = {name: entry.get(name) for name in now}
+        if before != now:
+            raise ConfigError(
+                f"--resume: the evaluation at step {step} was made on {before}, the next would be on {dict(now)}; "
+                "the two cannot be compared. Restore run.eval_temperature and the items of task.eval_path, or "
+                "start a new run."
+            )

@@ -4,12 +4,9 @@ from typing import Any
 
 from tracefp4.errors import ConfigError
 from tracefp4.rl.config import TaskConfig
-from tracefp4.rl.held_out import DisjointTasks
+from tracefp4.rl.held_out import DistinctTasks, prompts_of
 from tracefp4.rl.rewards import RewardConfig, Scorer
-from tracefp4.rl.tasks import JsonlTasks, ReasoningGymTasks, Task, TaskSource, encode_prompt
-
-# generating an item can take milliseconds; a task that a run draws more from is too large to repeat itself
-MOST_EXCLUDED = 20_000
+from tracefp4.rl.tasks import JsonlTasks, ReasoningGymTasks, Task, TaskSource, TaskStream, encode_prompt
 
 
 def build_source(task: TaskConfig) -> TaskSource:
@@ -22,26 +19,39 @@ def build_source(task: TaskConfig) -> TaskSource:
 def build_held_out(task: TaskConfig, *, training_items: int = 0) -> TaskSource:
     """Return the items for evaluation: another seed of the generator, or the file named `eval_path`.
 
+    Generated items have different prompts; item i is the same one however many are asked for. A file is taken
+    as it is.
+
     Args:
         task: the recipe's table.
-        training_items: items that the run draws at most; generated held-out items repeat none of the first
-            MOST_EXCLUDED of them, and none twice. 0 leaves out nothing (evaluation outside a run). A file is
-            taken as it is.
+        training_items: has no effect; what is held out does not depend on training.
 
     Raises:
         ConfigError: a JSONL task without `eval_path`; evaluating on training items is not offered.
     """
     if task.kind == "reasoning_gym":
-        training = ReasoningGymTasks(task.name, seed=task.seed, config=task.options)
-        if not training_items:
-            return training.held_out()
-        count = min(training_items, MOST_EXCLUDED)
-        return DisjointTasks(training.held_out(), excluded=training, count=count)
+        return DistinctTasks(ReasoningGymTasks(task.name, seed=task.seed, config=task.options).held_out())
     if not task.eval_path:
         raise ConfigError(
             "task.eval_path: evaluation of a JSONL task needs a second file. Name one, or run.eval_items = 0."
         )
     return JsonlTasks(task.eval_path)
+
+
+def build_stream(task: TaskConfig, *, reserved: int) -> TaskStream:
+    """Return the training items with a cursor, without those that repeat a held-out question.
+
+    Args:
+        task: the recipe's table.
+        reserved: the number of held-out items of the run, 0 without evaluation. A file is taken as it is.
+
+    Raises:
+        ConfigError: the task has fewer different questions.
+    """
+    source = build_source(task)
+    if task.kind != "reasoning_gym" or reserved == 0:
+        return TaskStream(source)
+    return TaskStream(source, excluded=prompts_of(build_held_out(task), num_items=reserved))
 
 
 def build_scorer(task: TaskConfig) -> Scorer:

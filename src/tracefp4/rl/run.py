@@ -10,6 +10,7 @@ from typing import Any
 from tracefp4.patching import Applied
 from tracefp4.rl import checkpoint
 from tracefp4.rl.config import RunConfig
+from tracefp4.rl.held_out import items_digest
 from tracefp4.rl.pending import samples_to_bytes
 from tracefp4.rl.policy import Policy
 from tracefp4.rl.records import RecordKeeper
@@ -112,11 +113,21 @@ class Run:
 def config_digest(config: RunConfig) -> str:
     """Return 16 hex digits of what must be equal when a run is resumed.
 
-    All but [run], the number of steps and the measurement of transmission: those change no weight.
+    All but [run], the number of steps and what is only measured: those change no weight. Of [run],
+    `eval_items` counts: what is held out is not trained on.
     """
     content = asdict(config)
-    content.pop("run")
+    content["run"] = {"eval_items": config.run.eval_items}
     for name in ("steps", "transmission_every", "transmission_samples"):
         content["train"].pop(name)
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def evaluated_on(config: RunConfig, held_out: TaskSource) -> dict[str, Any]:
+    """Return what two evaluations of a run must share: the digest of the prompts, their number, temperature."""
+    return {
+        "held_out": items_digest(held_out, num_items=config.run.eval_items),
+        "num_items": config.run.eval_items,
+        "temperature": config.run.eval_temperature,
+    }

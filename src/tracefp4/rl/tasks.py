@@ -8,7 +8,7 @@ reasoning-gym seeds item i with `seed + i`. Two consequences: runs that should s
 far apart (seed 0 and seed 1 share all items but one, shifted), and the held-out split is the same generator
 with the seed moved by HELD_OUT_OFFSET, disjoint in seeds as long as training stays below that index, which
 `item` enforces. Two seeds may still generate the same text where a task has few different items;
-`held_out.DisjointTasks` leaves such items out of a run's evaluation.
+a run's `TaskStream` passes over what its evaluation asks (`held_out`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import difflib
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,8 @@ from typing import Any, Protocol
 from tracefp4.errors import ConfigError
 
 HELD_OUT_OFFSET = 1_000_000_000
+# how many held-out questions in a row a stream passes over, before the task counts as too small
+MOST_PASSED = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,15 +212,30 @@ class JsonlTasks:
 class TaskStream:
     """A source with a cursor, the data state of a run."""
 
-    def __init__(self, source: TaskSource, *, next_index: int = 0) -> None:
-        """Start at `next_index`, >= 0."""
-        self.source, self.next_index = source, next_index
+    def __init__(
+        self, source: TaskSource, *, next_index: int = 0, excluded: Collection[str] = frozenset()
+    ) -> None:
+        """Start at `next_index`, >= 0; items whose prompt is among `excluded` are passed over."""
+        self.source, self.next_index, self.excluded = source, next_index, frozenset(excluded)
 
     def take(self, count: int) -> list[Task]:
-        """Return the next `count` items and move behind them."""
-        tasks = [self.source.item(self.next_index + offset) for offset in range(count)]
-        self.next_index += count
-        return tasks
+        """Return the next `count` items that are not excluded, and move behind them.
+
+        Raises:
+            ConfigError: no such item among MOST_PASSED in a row.
+        """
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> Task:
+        for _ in range(MOST_PASSED):
+            task = self.source.item(self.next_index)
+            self.next_index += 1
+            if task.prompt not in self.excluded:
+                return task
+        raise ConfigError(
+            f"training items: {MOST_PASSED} in a row ask a question that is held out for evaluation "
+            f"({len(self.excluded)} are). Reserve fewer with run.eval_items, or widen task.options."
+        )
 
     def state(self) -> dict[str, int | str]:
         """Return what a checkpoint keeps: the next index and the source's digest."""
