@@ -2,6 +2,7 @@
 protocol."""
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -84,8 +85,13 @@ def test_lengths_and_rows(engine, max_tokens):
             assert c.record.valid.all()
 
 
-def test_every_finish_reason_carries_a_record(engine):
-    # ALN-6: stop, length and abort; rows for all inputs, for abort those that were computed.
+def test_aln_6_end_token_length_and_abort_carry_a_record(engine):
+    """Rows for all inputs; for abort those that were computed.
+
+    Stop strings and asynchronous scheduling, the other half of the case, are not offered: `SamplingParams` has
+    stop token ids only, and a step ends with its tokens known.
+    """
+    assert not {f.name for f in fields(SamplingParams)} & {"stop", "stop_strings"}
     (free,) = engine.generate([[1, 2, 3]], sampled(6, seed=1))
     stop = free[0].token_ids[3]
     (stopped,) = engine.generate([[1, 2, 3]], sampled(6, seed=1, stop_token_ids=(stop,)))

@@ -6,19 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.rollout.engines import make_engine, sampled
 
 from tracefp4.errors import ConfigError
+from tracefp4.rl.advantages import AdvantageConfig
 from tracefp4.rl.batching import (
-    completion_mask,
     micro_batches,
-    next_token_labels,
     pad,
-    padding_routes,
-    restore_order,
     token_logprobs,
     token_positions,
 )
+from tracefp4.rl.rewards import RewardConfig, Scorer
+from tracefp4.rl.rollouts import RolloutMaker
 from tracefp4.rl.samples import TrainingSample
+from tracefp4.rl.tasks import Task
 
 # two float32 log-softmaxes of the same logits in different batch shapes
 FLOAT32_LOGPROB = 1e-6
@@ -45,7 +46,6 @@ def test_right_padding_aligns_everything_on_the_token_it_belongs_to():
     assert batch.loss_mask.tolist() == [[False, False, True, True, True], [False, True, False, False, False]]
     assert batch.rollout_logprobs.tolist() == [[0, 0, -0.25, -0.5, -0.75], [0, -0.25, 0, 0, 0]]
     assert batch.weight_versions.tolist() == [[-1, -1, 2, 2, 2], [-1, 2, -1, -1, -1]]
-    assert batch.version_lag(5).tolist() == [[-1, -1, 3, 3, 3], [-1, 3, -1, -1, -1]]
     assert batch.advantages.tolist() == [0.5, -1.0]
     assert batch.group_index.tolist() == [0, 1]
     assert torch.equal(batch.attention_mask, batch.positions >= 0)
@@ -80,36 +80,57 @@ def test_aln_3_a_sample_cut_inside_its_prompt_has_no_loss_token():
     assert batch.loss_mask.tolist() == [[False] * 4, [False, False, True, True]]
 
 
-def test_aln_7_the_first_end_token_is_trained_and_nothing_after_it():
-    ids = torch.tensor([[5, 9, 2, 2, 2], [5, 7, 2, 2, 2], [5, 6, 8, 9, 4]])
-    mask, terminated = completion_mask(ids, eos_ids={2, 7})
-    assert mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
-    assert terminated.tolist() == [True, True, False]
+class Characters:
+    """A tokenizer whose ids are characters."""
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(ord("a") + i) for i in ids)
 
 
-def test_pad_1_padding_rows_are_spread_evenly_over_experts():
-    routes = padding_routes(8, num_experts=8, top_k=2)
-    assert torch.bincount(routes.flatten(), minlength=8).tolist() == [2] * 8
-    assert all(len(set(row)) == 2 for row in routes.tolist())
-    with pytest.raises(ConfigError, match="top_k"):
-        padding_routes(8, num_experts=2, top_k=3)
+def reward_nothing(prompt, completion, answer):
+    """Reward: 0."""
+    return 0.0
 
 
-def test_pad_3_labels_and_log_probs_do_not_cross_the_border_of_packed_samples():
-    ids = torch.tensor([[31, 32, 33, 41, 42]])
-    positions = torch.tensor([[0, 1, 2, 0, 1]])
-    assert next_token_labels(ids, positions=positions).tolist() == [[32, 33, -100, 42, -100]]
-    logits = torch.randn(1, 5, 50, generator=torch.Generator().manual_seed(0))
-    packed = token_logprobs(logits, input_ids=ids, mask=positions > 0)
-    alone = [token_logprobs(logits[:, part], input_ids=ids[:, part]) for part in (slice(0, 3), slice(3, 5))]
-    assert torch.equal(packed, torch.cat(alone, dim=1))
-    assert packed[0, 0] == packed[0, 3] == 0
+def scripted_samples(monkeypatch, scripts, *, stop_token_ids):
+    """What the rollout makes of one group when the engine draws sample i's tokens from scripts[i]."""
+
+    def drawn(logits, draws):
+        chosen = [scripts[d.sequence.sample_index][len(d.sequence.logprobs)] for d in draws]
+        return chosen, [-0.5] * len(draws)
+
+    monkeypatch.setattr("tracefp4.rollout.engine.sample", drawn)
+    function = f"{__name__}:reward_nothing"
+    maker = RolloutMaker(
+        engine=make_engine(),
+        tokenizer=Characters(),
+        scorer=Scorer(RewardConfig(verifier="function", function=function)),
+        advantage=AdvantageConfig(),
+        truncated="mask",
+        codec="mantissa",
+    )
+    params = sampled(len(scripts[0]), n=len(scripts), stop_token_ids=stop_token_ids)
+    return maker.make([Task(source="test", index=0, prompt="bc")], params).samples
 
 
-def test_labels_do_not_cross_a_gap_or_padding():
-    ids = torch.tensor([[7, 31, 32, 35, 36, 7]])
-    positions = torch.tensor([[-1, 0, 1, 4, 5, -1]])
-    assert next_token_labels(ids, positions=positions).tolist() == [[-100, 32, -100, 36, -100, -100]]
+def test_aln_7_the_first_end_token_is_trained_and_nothing_after_it(monkeypatch):
+    scripts = [[5, 9, 2, 2, 2], [5, 7, 2, 2, 2], [5, 6, 8, 9, 4]]
+    samples = scripted_samples(monkeypatch, scripts, stop_token_ids=(2, 7))
+    assert [list(found.token_ids) for found in samples] == [[5, 9, 2], [5, 7], [5, 6, 8, 9, 4]]
+    assert [found.finish_reason for found in samples] == ["stop", "stop", "length"]
+    assert [found.is_truncated for found in samples] == [False, False, True]
+    expected = [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
+    batch = pad(samples, pad_id=2)
+    assert batch.input_ids[:, 2:].tolist() == [[5, 9, 2, 2, 2], [5, 7, 2, 2, 2], [5, 6, 8, 9, 4]]
+    assert batch.loss_mask[:, 2:].int().tolist() == expected
+    assert not batch.loss_mask[:, :2].any()
+    left = pad(samples, pad_id=2, side="left")
+    assert left.loss_mask.sum(-1).tolist() == [3, 2, 5]
+    masked = pad(samples, pad_id=2, trains_truncated=False)
+    assert masked.loss_mask[:, 2:].int().tolist() == [*expected[:2], [0] * 5]
 
 
 def test_pad_6_left_padded_rows_are_scored_like_the_sample_alone():
@@ -211,16 +232,10 @@ def test_micro_batches_respect_the_padded_budget_and_keep_the_order_map():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=30), st.integers(20, 60), st.booleans())
-def test_micro_batches_hold_every_sample_once_and_results_return_to_their_place(lengths, budget, is_sorted):
+def test_micro_batches_hold_every_sample_once_within_the_budget(lengths, budget, is_sorted):
     order = micro_batches(lengths, max_tokens=budget, sorts_by_length=is_sorted)
     assert sorted(index for part in order for index in part) == list(range(len(lengths)))
     assert all(max(lengths[index] for index in part) * len(part) <= budget for part in order)
-    assert restore_order([[lengths[index] for index in part] for part in order], order=order) == lengths
-
-
-def test_restore_order_refuses_parts_of_another_shape():
-    with pytest.raises(ConfigError, match="order map"):
-        restore_order([[1, 2]], order=[(0,), (1,)])
 
 
 def test_positions_restart_behind_gaps_only_by_counting_tokens():

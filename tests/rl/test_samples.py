@@ -7,7 +7,7 @@ import torch
 
 from tracefp4.errors import ConfigError, RecordError
 from tracefp4.guidance.record import Record, RecordIdentity
-from tracefp4.rl.samples import TrainingSample, check_logprobs, sampled_logprob
+from tracefp4.rl.samples import TrainingSample, check_logprobs
 
 
 def rows(length, *, start=0, trajectory="a"):
@@ -79,13 +79,6 @@ def test_lgp_4_a_log_prob_that_no_softmax_gives_is_refused_with_its_position(bad
         sample(1, 4, rollout_logprobs=[-0.5, bad, -0.2, -1.0])
     with pytest.raises(RecordError, match=r"'b' has .* position 0"):
         check_logprobs([bad], sample="b")
-
-
-def test_lgp_3_the_sampled_token_is_found_by_id():
-    assert sampled_logprob({50: -3.1, 60: -0.9}, token_id=50) == -3.1
-    assert sampled_logprob({60: -0.9, 50: -3.1}, token_id=50) == -3.1
-    with pytest.raises(RecordError, match="lack the sampled token 51"):
-        sampled_logprob({50: -3.1}, token_id=51)
 
 
 def test_records_of_another_trajectory_or_start_are_refused():

@@ -2,7 +2,7 @@
 trainer."""
 
 from tracefp4.rl.advantages import AdvantageConfig, Advantages, group_advantages
-from tracefp4.rl.batching import Batch, completion_mask, micro_batches, pad, restore_order, token_logprobs
+from tracefp4.rl.batching import Batch, micro_batches, pad, token_logprobs
 from tracefp4.rl.losses import LossConfig, LossData, LossOutput, grpo_loss, loss_denominator, merge_metrics
 from tracefp4.rl.rewards import Reward, RewardConfig, Scorer
 from tracefp4.rl.samples import TrainingSample
@@ -24,7 +24,6 @@ __all__ = [
     "Task",
     "TaskStream",
     "TrainingSample",
-    "completion_mask",
     "encode_prompt",
     "extract_answer",
     "group_advantages",
@@ -33,6 +32,5 @@ __all__ = [
     "merge_metrics",
     "micro_batches",
     "pad",
-    "restore_order",
     "token_logprobs",
 ]

@@ -3,7 +3,7 @@
 One alignment for everything per token: entry [b, t] belongs to the token *at* t. `loss_mask`,
 `rollout_logprobs` and `token_logprobs` at t all speak about token t, whose probability came from the logits
 at t - 1. Nothing is shifted by the caller, and the first token of a sample, which nothing predicts, has
-log-prob 0 and is never trained.
+log-prob 0 and is never trained. Rows are padded, one sample each; samples are not packed.
 
 Positions count the tokens of the sample, cumsum(mask) - 1, and are -1 at padding, so a left-padded row gives
 the model the same positions as the sample alone. Guidance is addressed by the same numbers.
@@ -13,9 +13,9 @@ Letters: B samples, T padded length, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from tracefp4.rl.samples import TrainingSample
 
 if TYPE_CHECKING:
     from tracefp4.guidance.record import Record
-
-IGNORED_LABEL = -100
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +63,6 @@ class Batch:
     def model_positions(self) -> Tensor:
         """Return position ids for the model, int64 [B, T]: `positions` with 0 at padding."""
         return self.positions.clamp(min=0)
-
-    def version_lag(self, current_version: int) -> Tensor:
-        """Return int64 [B, T], versions that each completion token is behind; -1 outside the completion."""
-        is_completion = self.weight_versions >= 0
-        return torch.where(is_completion, current_version - self.weight_versions, -1)
 
 
 def pad(
@@ -138,25 +130,6 @@ def token_positions(attention_mask: Tensor) -> Tensor:
     """
     counted = attention_mask.to(torch.int64).cumsum(dim=-1) - 1
     return torch.where(attention_mask, counted, -1)
-
-
-def next_token_labels(input_ids: Tensor, *, positions: Tensor) -> Tensor:
-    """Give every entry the token that its logits predict, without crossing a sample's border.
-
-    label[t] = input_ids[t + 1] where positions[t + 1] = positions[t] + 1, else -100. A plain roll would ask
-    the last token of one packed sample to predict the first token of the next.
-
-    Args:
-        input_ids: int64 [..., T], padded or packed.
-        positions: int64 [..., T], index of each token within its sample, -1 at padding.
-
-    Returns:
-        int64 [..., T]; the last entry is always -100.
-    """
-    labels = torch.full_like(input_ids, IGNORED_LABEL)
-    is_next = (positions[..., 1:] == positions[..., :-1] + 1) & (positions[..., 1:] > 0)
-    labels[..., :-1] = torch.where(is_next, input_ids[..., 1:], IGNORED_LABEL)
-    return labels
 
 
 def token_logprobs(
@@ -252,26 +225,6 @@ class TokenLogprob(torch.autograd.Function):
         return grad, None, None, None
 
 
-def completion_mask(token_ids: Tensor, *, eos_ids: Collection[int]) -> tuple[Tensor, Tensor]:
-    """Mark the sampled tokens of padded completions: everything up to and including the first end token.
-
-    The first end token was sampled and is trained; what follows is padding, whatever its id (pad may equal
-    eos).
-
-    Args:
-        token_ids: int64 [B, T], completions only.
-        eos_ids: every id that ends a completion.
-
-    Returns:
-        (bool [B, T], True at sampled tokens; bool [B], True where an end token occurs).
-    """
-    is_eos = torch.isin(
-        token_ids, torch.tensor(sorted(eos_ids), dtype=token_ids.dtype, device=token_ids.device)
-    )
-    num_before = is_eos.to(torch.int64).cumsum(dim=-1) - is_eos.to(torch.int64)
-    return num_before == 0, is_eos.any(dim=-1)
-
-
 def micro_batches(
     lengths: Sequence[int], *, max_tokens: int, max_samples: int | None = None, sorts_by_length: bool = False
 ) -> list[tuple[int, ...]]:
@@ -313,55 +266,6 @@ def micro_batches(
         current.append(index)
         longest = grown
     return [*batches, tuple(current)] if current else batches
-
-
-def restore_order(parts: Sequence[Sequence[Item]], *, order: Sequence[Sequence[int]]) -> list[Item]:
-    """Put per-sample results of micro-batches back into the order of the samples.
-
-    Args:
-        parts: one sequence per micro-batch, one item per sample.
-        order: what `micro_batches` returned.
-
-    Returns:
-        One list, item i of sample i.
-
-    Raises:
-        ConfigError: parts that do not match the order map.
-    """
-    if [len(part) for part in parts] != [len(indices) for indices in order]:
-        raise ConfigError(
-            f"restore_order needs one item per sample; got micro-batches of {[len(p) for p in parts]} "
-            f"items for {[len(i) for i in order]} samples. Keep the order map of micro_batches."
-        )
-    placed = {
-        index: item
-        for part, indices in zip(parts, order, strict=True)
-        for item, index in zip(part, indices, strict=True)
-    }
-    return [placed[index] for index in range(len(placed))]
-
-
-def padding_routes(num_rows: int, *, num_experts: int, top_k: int) -> Tensor:
-    """Spread padding rows evenly over experts: id[p, c] = (p * top_k + c) mod num_experts.
-
-    0 is a real expert, so zeros as padding would load one expert with every padding row, twice per row.
-
-    Args:
-        num_rows: padding rows, >= 0.
-        num_experts: E.
-        top_k: k, in [1, E], so the ids of a row differ.
-
-    Returns:
-        int64 [num_rows, top_k].
-
-    Raises:
-        ConfigError: top_k outside [1, E].
-    """
-    if not 1 <= top_k <= num_experts:
-        raise ConfigError(
-            f"padding_routes needs top_k in [1, {num_experts}]; got {top_k}. Use the model's top_k."
-        )
-    return torch.arange(num_rows * top_k).view(num_rows, top_k) % num_experts
 
 
 def _check_padding(num_samples: int, *, pad_id: int, side: str, left_extra: int) -> None:

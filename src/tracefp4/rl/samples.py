@@ -3,15 +3,14 @@ length.
 
 Token ids are the ids that the engine sampled; text is never tokenized again on the way to training, because
 decoding and encoding is not the identity on ids. For a prompt of P tokens and a completion of C tokens the
-record has P+C-1
-rows: row p describes the computation on input token p, and the last sampled token was never fed through the
-model, so it has none. After a cut to M < P+C tokens every remaining token has a row, M in all.
+record has P+C-1 rows: row p describes the computation on input token p, and the last sampled token was never
+fed through the model, so it has none. After a cut to M < P+C tokens every remaining token has a row, M in all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -74,6 +73,8 @@ class TrainingSample:
     def truncate(self, max_tokens: int) -> TrainingSample:
         """Cut prompt and completion to max_tokens tokens in all: ids, log-probs, versions and record
         together.
+
+        For callers that hold samples to a limit of their own; the loop never cuts, its limit is the engine's.
 
         Args:
             max_tokens: >= 1. A limit inside the prompt leaves an empty completion, so no token is trained.
@@ -165,24 +166,6 @@ def check_logprobs(logprobs: Sequence[float | None], *, sample: str) -> None:
                 f"Sample {sample!r} has rollout log-prob {value} at completion position {position}; "
                 "allowed is a finite number <= 0. Check the engine's logits, or drop and count it."
             )
-
-
-def sampled_logprob(candidates: Mapping[int, float], *, token_id: int) -> float:
-    """Pick the sampled token's log-prob from an engine's top-k dictionary, by id and never by position.
-
-    Args:
-        candidates: token id -> log-prob, in any order (some engines sort by probability).
-        token_id: the sampled token.
-
-    Raises:
-        RecordError: the sampled token is not among the candidates.
-    """
-    if token_id not in candidates:
-        raise RecordError(
-            f"The log-probs of a position lack the sampled token {token_id}; got ids "
-            f"{sorted(candidates)[:8]}. Ask the engine to always return the sampled token."
-        )
-    return candidates[token_id]
 
 
 def _check_record(record: Record, *, sample: TrainingSample) -> None:
