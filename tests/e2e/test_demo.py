@@ -1,11 +1,15 @@
 """The demo's claims, asserted from its own JSON: the whole demo in the slow suite, a miniature in the core one."""
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tracefp4.cli.config import load_config
+from tracefp4.cli.main import app
 from tracefp4.diagnostics.report import render
 from tracefp4.errors import ConfigError
 from tracefp4.rl.tiny import TinyShape
@@ -21,8 +25,8 @@ MINIATURE = DemoSettings(
     rescore_prompts=2,
 )
 RECIPES = Path(__file__).parents[2] / "recipes"
-# six minutes is the promise for two quiet cores (277 s when last measured); half as much again for a busy machine
-MOST_SECONDS = 1.5 * 360.0
+# six minutes of two cores; processor time, because wall time would measure the neighbours on the same cores
+MOST_CORE_SECONDS = 2 * 360.0
 
 
 @pytest.fixture(scope="module")
@@ -73,23 +77,40 @@ def test_each_arm_is_the_run_of_its_recipe(arm: str, recipe: str) -> None:
 
 def test_claims_turn_false_when_the_numbers_do() -> None:
     rows = {"bf16": {"mean": 0.002}, "qat": {"mean": 0.008}, "guided": {"mean": 0.001}}
+    first = {name: dict(row) for name, row in rows.items()}
     arm = {
         "accuracy_before": 0.2,
         "accuracy_after": 0.4,
         "accuracy_before_se": 0.02,
         "accuracy_after_se": 0.02,
     }
-    result = {"rescore": {"last": rows}, "arms": {"bf16": arm, "guided": arm}}
+    result = {"rescore": {"first": first, "last": rows}, "arms": {"bf16": arm, "guided": arm}}
     assert all(check_claims(result).values())
     rows["guided"] = {"mean": 0.003}
     found = check_claims(result)
     assert not found["closer_than_qat"] and not found["below_bf16"] and found["floor_is_real"]
+    rows["guided"], first["guided"] = {"mean": 0.001}, {"mean": 0.0021}
+    assert not check_claims(result)["below_bf16"]
     result["arms"]["guided"] = {**arm, "accuracy_after": 0.25}
     assert not check_claims(result)["guided_learns"]
 
 
+def test_the_command_prints_progress_tables_claims_and_where_the_report_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tracefp4.study.demo.DemoSettings", lambda seed: replace(MINIATURE, seed=seed))
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "out"), "--seed", "3"])
+    claims = json.loads((tmp_path / "out" / "demo.json").read_text(encoding="utf-8"))["claims"]
+    assert result.exit_code == (0 if all(claims.values()) else 1), result.output
+    for text in ("warm start", "arm guided", "held-out accuracy", "last checkpoint", "report.html"):
+        assert text in result.output
+    assert result.output.count("DOES NOT HOLD") == list(claims.values()).count(False)
+
+
 @pytest.mark.slow
 def test_the_demo_shows_what_it_claims(tmp_path: Path) -> None:
+    started = time.process_time()
     result = run_demo(tmp_path / "demo", on_event=lambda text: None)
-    assert result["claims"] == dict.fromkeys(result["claims"], True), result["rescore"]["last"]
-    assert result["seconds"] <= MOST_SECONDS
+    core_seconds = time.process_time() - started
+    assert result["claims"] == dict.fromkeys(result["claims"], True), result["rescore"]
+    assert core_seconds <= MOST_CORE_SECONDS

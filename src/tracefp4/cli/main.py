@@ -1,8 +1,9 @@
 """The `tracefp4` command: one sub-command per file, errors and interrupts turned into exit codes.
 
-Exit codes: 0 done; 2 a mistake in what was asked, with one message on stderr; 130 interrupted; anything else
-is a bug and shows its traceback. Importing this file imports neither torch nor transformers nor matplotlib:
-`tracefp4 --help` answers at once, and each command imports what it needs when it runs.
+Exit codes: 0 done; 1 a claim of the demo does not hold; 2 a mistake in what was asked, with one message on
+stderr; 130 interrupted; anything else is a bug and shows its traceback. Importing this file imports neither
+torch nor transformers nor matplotlib: `tracefp4 --help` answers at once, and each command imports what it
+needs when it runs.
 """
 
 from typing import Any
