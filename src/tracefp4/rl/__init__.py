@@ -1,4 +1,4 @@
-"""The small GRPO: tasks, rewards, advantages, batches and the loss. It never imports an engine or another
+"""The small GRPO: tasks, rewards, advantages, batches and the loss. It never imports a foreign engine or
 trainer."""
 
 from tracefp4.rl.advantages import AdvantageConfig, Advantages, group_advantages
