@@ -55,6 +55,50 @@ def test_a_runs_checkpoint_is_rounded_with_the_runs_exponents(tiny, tmp_path):
     assert load_deployed(path, mode="bf16").plan.num_quantized == 0
 
 
+@pytest.mark.parametrize(
+    ("rules", "experts", "kv"),
+    [
+        ({"last_layers_bf16": 1}, [True, False], [True, False]),
+        ({"exclude": ("model.layers.0.mlp.experts",)}, [False, True], [True, True]),
+        ({"kv": "none"}, [True, True], [False, False]),
+    ],
+    ids=["last_layers_bf16", "exclude", "kv"],
+)
+def test_a_runs_checkpoint_is_quantized_where_the_run_was(tiny, tmp_path, rules, experts, kv):
+    changes = {f"quantization__{name}": value for name, value in rules.items()}
+    if "kv" in rules:
+        changes["quantization__sites"] = ("x",)
+    config = make_config(*tiny, tmp_path / "run", train__steps=1, task__reward=PLAIN, **changes)
+    manifest = train(config)
+    path = tmp_path / "run" / "checkpoints" / "step_000001"
+    made = load_deployed(path).plan
+    assert [layer.activation is not None for layer in made.layers] == experts
+    assert [layer.kv is not None for layer in made.layers] == kv
+    assert made.digest == manifest["plan"]["digest"], "deployed as the rollout computed"
+    assert made.rules.guidance == "none"
+    assert not made.guided_sites
+    assert load_deployed(path, mode="bf16").plan.num_quantized == 0
+    with pytest.raises(ConfigError, match="written down has .*these rules have .*rules of the run"):
+        evaluate_checkpoint(make_config(path, tiny[1], tmp_path / "unused", task__reward=PLAIN), num_items=2)
+    assert evaluate_checkpoint(changed(config, model__path=str(path)), num_items=2).num_items == 2
+
+
+def test_a_plan_with_other_schemes_or_unknown_rules_is_refused(tiny, tmp_path):
+    config = make_config(*tiny, tmp_path / "run", train__steps=1, task__reward=PLAIN)
+    train(config)
+    path = tmp_path / "run" / "checkpoints" / "step_000001"
+    state = json.loads((path / "state.json").read_text())
+    found = state["plan"]["scheme_digest"]
+    state["plan"]["scheme_digest"] = "a-b-c"
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=f"has schemes a-b-c, these rules have {found}"):
+        load_deployed(path)
+    state["plan"]["rules"]["rotation"] = "hadamard"
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=r"unknown rules \['rotation'\]; known are .* the version"):
+        load_deployed(path)
+
+
 def test_generation_is_reproducible_and_differs_by_mode(tiny):
     texts = {}
     for mode in ("fp4", "bf16"):

@@ -1,12 +1,14 @@
 """A checkpoint as it would be deployed: BF16, or FP4 rounded to nearest, with its own sampling defaults.
 
-There is no guidance here and nothing is recorded. A checkpoint that a run wrote names the run's KV exponents and
-is rounded with them; any other one is calibrated, on prompts of the task or on a fixed text.
+There is no guidance here and nothing is recorded. A checkpoint that a run wrote names the run's rules (which
+layers are FP4, under which schemes) and its KV exponents, and is rounded as they say; any other one follows the
+default rules and is calibrated, on prompts of the task or on a fixed text.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import EMULATED
@@ -15,7 +17,7 @@ from tracefp4.rl import checkpoint
 from tracefp4.rl.config import RolloutConfig, RunConfig
 from tracefp4.rl.evaluation import Evaluation, evaluate
 from tracefp4.rl.opening import CALIBRATION_PROMPTS
-from tracefp4.rl.planning import calibrated_plan, remembered_plan
+from tracefp4.rl.planning import calibrated_plan, remembered_plan, rules_of
 from tracefp4.rl.policy import Policy, load_policy
 from tracefp4.rl.prompts import build_held_out, build_scorer, build_source, encode
 from tracefp4.rl.sync import build_engine
@@ -48,14 +50,17 @@ def load_deployed(path: str | Path, *, mode: str = "fp4") -> Deployed:
     """Load a checkpoint for generation.
 
     Args:
-        path: a local Hugging Face checkpoint of a supported family.
+        path: a local Hugging Face checkpoint of a supported family. One that a run wrote is quantized by the
+            run's own rules.
         mode: `fp4` (rounded to nearest) or `bf16`.
 
     Raises:
         ConfigError: a checkpoint that cannot be used, or an unknown mode.
     """
-    rules = PlanRules(mode=mode, guidance="none")
+    default = PlanRules(mode=mode, guidance="none")
     policy = load_policy(path)
+    summary = _summary(policy)
+    rules = default if not summary else replace(rules_of(summary), mode=mode, guidance="none")
     texts = [policy.tokenizer.encode(text) for text in CALIBRATION_TEXTS]
     return _deployed(policy, rules, calibration=texts)
 
@@ -64,17 +69,17 @@ def evaluate_checkpoint(config: RunConfig, *, num_items: int, samples: int = 1) 
     """Evaluate `model.path` of a recipe on held-out items of its task.
 
     Args:
-        config: model, task, engine sizes and what is quantized; guidance is ignored.
+        config: model, task, engine sizes and what is quantized; guidance is ignored. For a checkpoint of an FP4
+            run, the recipe must quantize what the run quantized, or nothing.
         num_items: held-out items.
         samples: 1 samples at `run.eval_temperature` (0, greedy, unless the recipe says otherwise); more draw
             with temperature, top-p and top-k of the recipe or of the checkpoint, and give pass@k.
 
     Raises:
-        ConfigError: a checkpoint, task or size that cannot be used.
+        ConfigError: a checkpoint, task or size that cannot be used; rules that are not those of the run which
+            wrote the checkpoint.
     """
-    # the items that a run of this recipe evaluates on
-    training_items = config.train.steps * config.rollout.num_prompts
-    source = build_held_out(config.task, training_items=training_items)
+    source = build_held_out(config.task)  # the items that a run of this recipe evaluates on
     policy = load_policy(config.model.path)
     training = build_source(config.task)
     prompts = [encode(training.item(i), tokenizer=policy.tokenizer) for i in range(CALIBRATION_PROMPTS)]
@@ -149,11 +154,17 @@ def _deployed(policy: Policy, rules: PlanRules, *, calibration: Sequence[Sequenc
 
 def _plan(policy: Policy, rules: PlanRules, calibration: Sequence[Sequence[int]]) -> Plan:
     """Round as the run that wrote this checkpoint did, or calibrate."""
-    if (policy.path / "state.json").is_file():
-        summary = checkpoint.load_state(policy.path).plan
-        if summary.get("rules", {}).get("mode") == "fp4":
-            return remembered_plan(policy, rules, summary=summary)
+    summary = _summary(policy)
+    if rules.mode == "fp4" and summary and rules_of(summary).mode == "fp4":
+        return remembered_plan(policy, rules, summary=summary)
     return calibrated_plan(policy, rules, prompts=calibration, arithmetic=EMULATED)
+
+
+def _summary(policy: Policy) -> dict[str, Any]:
+    """The plan of the run that wrote this checkpoint; {} when no run did."""
+    if not (policy.path / "state.json").is_file():
+        return {}
+    return checkpoint.load_state(policy.path).plan
 
 
 def _evaluation_params(config: RunConfig, defaults: SamplingParams, *, samples: int) -> SamplingParams:

@@ -5,6 +5,7 @@ wrote down: other ones would be another plan, whose records the trainer refuses.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -39,16 +40,37 @@ def calibrated_plan(
         applied.undo()
 
 
+def rules_of(summary: Mapping[str, Any]) -> PlanRules:
+    """Return the rules that a plan was made from.
+
+    Args:
+        summary: `Plan.summary()`, also after a round trip through JSON.
+
+    Raises:
+        ConfigError: there are no rules in it, or they have an option or value that is unknown here.
+    """
+    written = summary.get("rules", {})
+    known = {option.name for option in fields(PlanRules)}
+    unknown = sorted(set(written) - known)
+    if not written or unknown:
+        raise ConfigError(
+            f"The plan that was written down has {f'unknown rules {unknown}' if unknown else 'no rules'}; known are "
+            f"{sorted(known)}. Read it with the version of tracefp4 that wrote it."
+        )
+    return PlanRules(**{k: tuple(v) if isinstance(v, list) else v for k, v in written.items()})
+
+
 def remembered_plan(policy: Policy, rules: PlanRules, *, summary: Mapping[str, Any]) -> Plan:
     """Return the plan of a policy with the KV exponents of an earlier plan of the same model.
 
     Args:
         policy: the model.
-        rules: the options of the plan.
+        rules: the options of the plan. Those that decide what is FP4 must agree with the earlier plan's: its
+            exponents say nothing about a layer that was bf16 there. Guidance may differ.
         summary: `Plan.summary()` of the earlier plan.
 
     Raises:
-        ConfigError: the earlier plan has another number of layers.
+        ConfigError: the earlier plan has another number of layers, other schemes, or other FP4 layers.
     """
     made = plan(policy.model, rules)
     pairs = summary["kv_exponents"]
@@ -57,4 +79,24 @@ def remembered_plan(policy: Policy, rules: PlanRules, *, summary: Mapping[str, A
             f"The plan that was written down has {len(pairs)} layers, the model has {len(made.layers)}. "
             "Continue with the model that the run was started with."
         )
+    if made.scheme_digest != summary["scheme_digest"]:
+        raise ConfigError(
+            f"The plan that was written down has schemes {summary['scheme_digest']}, these rules have "
+            f"{made.scheme_digest} (activation-weight-kv). Use the quantization rules of the run."
+        )
+    earlier = plan(policy.model, rules_of(summary))
+    if _fp4_parts(made) != _fp4_parts(earlier):
+        raise ConfigError(
+            f"The plan that was written down has FP4 in {_fp4_parts(earlier)}, these rules have it in "
+            f"{_fp4_parts(made)}. Use the quantization rules of the run (last_layers_bf16, exclude, kv)."
+        )
     return made.with_kv_exponents({layer: (int(k), int(v)) for layer, (k, v) in enumerate(pairs)})
+
+
+def _fp4_parts(made: Plan) -> list[str]:
+    """Names of what is FP4, e.g. `0.experts` and `0.kv`."""
+    parts = []
+    for index, layer in enumerate(made.layers):
+        parts += [f"{index}.experts"] if layer.activation or layer.weight else []
+        parts += [f"{index}.kv"] if layer.kv else []
+    return parts
