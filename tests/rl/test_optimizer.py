@@ -1,5 +1,7 @@
 """Master weights: tiny updates add up, copies hold bf16 values, and state comes back whole."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -61,17 +63,23 @@ def test_clipping_bounds_the_norm_and_returns_the_one_before():
     layer, optimizer = make(lr=1.0)
     for parameter in layer.parameters():
         parameter.grad = torch.full_like(parameter, 3.0)
-    norm = optimizer.step(grad_clip=1.0)
-    assert norm == pytest.approx(3.0 * (16 * 17) ** 0.5)
+    step = optimizer.step(grad_clip=1.0)
+    assert step.is_taken
+    assert step.norm == pytest.approx(3.0 * (16 * 17) ** 0.5)
     moments = torch.cat([optimizer.adamw.state[m]["exp_avg"].flatten() for m in optimizer.masters]) / 0.1
     assert moments.norm().item() == pytest.approx(1.0, rel=1e-4)
 
 
-def test_a_step_that_is_not_finite_changes_nothing():
+@pytest.mark.parametrize("gradient", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_changes_nothing(gradient):
     layer, optimizer = make()
     take_steps(layer, optimizer, 2)
     before = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
-    take_steps(layer, optimizer, 1, gradient=float("nan"))
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
+    step = optimizer.step(grad_clip=1.0)
+    assert not step.is_taken
+    assert not math.isfinite(step.norm)
     after = optimizer.state_tensors()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(parameter.grad is None for parameter in layer.parameters())

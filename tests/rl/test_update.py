@@ -1,10 +1,12 @@
 """A rollout's samples over several optimizer steps: the guided old pass, the reference, lags and sampling rules."""
 
+import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from tests.rl.test_trainer import ALONE, make_samples
+from tests.rl.test_trainer import ALONE, make_samples, masters
 from tests.rl.tiny_runs import changed, make_config
 
 from tracefp4.errors import ConfigError
@@ -15,9 +17,11 @@ from tracefp4.rl.update import (
     Updater,
     evaluation_params,
     loss_config,
+    merge_steps,
     mismatch_of,
     mismatch_of_lags,
     sampling_params,
+    with_gradient,
 )
 
 DEFAULTS = GenerationDefaults(stop_token_ids=(1,), temperature=0.7, top_p=1.0, top_k=0)
@@ -66,8 +70,123 @@ def test_warm_up_scales_the_first_optimizer_steps(tiny, tmp_path):
 def test_no_samples_take_no_step(tiny, tmp_path):
     run = open_tiny(tiny, tmp_path / "run")
     updater = Updater(run.trainer, run.config)
-    assert updater.update([], optimizer_step=0, version=0) == {"trained_samples": 0}
+    found = updater.update([], optimizer_step=0, version=0)
+    assert found == {"trained_samples": 0, "samples_skipped": 0}
     assert updater.steps_taken == 0
+
+
+def test_fewer_samples_than_optimizer_steps_take_one_step_each(tiny, tmp_path):
+    run = open_tiny(tiny, tmp_path / "run", train__optimizer_steps_per_rollout=4)
+    updater = Updater(run.trainer, run.config)
+    found = updater.update(make_samples(run)[:2], optimizer_step=0, version=0)
+    assert updater.steps_taken == found["trained_samples"] == 2
+
+
+def test_a_step_whose_gradient_is_not_finite_is_counted_and_not_taken(tiny, tmp_path):
+    run = open_tiny(tiny, tmp_path / "run", train__optimizer_steps_per_rollout=2)
+    samples = make_samples(run)
+    updater = Updater(run.trainer, run.config)
+    broken = spoil_gradient(run, calls={0, 1})
+    before = masters(run.trainer)
+    found = updater.update(samples, optimizer_step=0, version=0)
+    assert (updater.steps_taken, found["optimizer_steps_skipped"], found["trained_samples"]) == (0, 2, 0)
+    assert found["grad_norm"] is None
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert all(torch.equal(a, b) for a, b in zip(before, masters(run.trainer), strict=True))
+    broken.clear()
+    broken.add(3)
+    found = updater.update(samples, optimizer_step=0, version=0)
+    assert (updater.steps_taken, found["optimizer_steps_skipped"], found["trained_samples"]) == (1, 1, 3)
+    assert math.isfinite(found["grad_norm"])
+
+
+def spoil_gradient(run, *, calls):
+    """Put an infinity into the gradient of the optimizer calls with these numbers (from 0)."""
+    real, count = run.trainer.optimizer.step, []
+
+    def step(**settings):
+        if len(count) in calls:
+            run.trainer.optimizer.copies[0].grad.view(-1)[0] = math.inf
+        count.append(1)
+        return real(**settings)
+
+    run.trainer.optimizer.step = step
+    return calls
+
+
+def in_groups(samples, groups, rewards, advantages):
+    """The same samples with these groups, rewards and advantages."""
+    rows = zip(samples, groups, rewards, advantages, strict=True)
+    return [replace(s, group_index=g, reward=r, advantage=a) for s, g, r, a in rows]
+
+
+def test_only_samples_that_say_nothing_are_left_out(tiny, tmp_path):
+    samples = make_samples(open_tiny(tiny, tmp_path / "run"))
+    cases = in_groups(samples, [0, 0, 1, 1, 1, 2], [1, 1, 0, 0.5, 1, 0], [0, 0, -1, 0, 1, 0.5])
+    # group 0 has equal rewards; the middle of group 1 has advantage 0; group 2 has the caller's own advantage
+    assert with_gradient(cases) == cases[2:]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "dr_grpo"])
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_skipped_groups_are_in_no_forward_and_no_denominator(tiny, tmp_path, aggregation, coefficient):
+    found, after = [], []
+    for name in ("with", "without"):
+        run = open_tiny(
+            tiny, tmp_path / name, loss__aggregation=aggregation, loss__kl_coef=coefficient,
+            train__micro_batch_tokens=ALONE,
+        )  # fmt: skip
+        samples = in_groups(make_samples(run), [0, 0, 1, 1, 2, 2], [1, 1, 0, 1, 0, 0], [0, 0, -1, 1, 0, 0])
+        passed = []
+        real = run.trainer.update
+        run.trainer.update = lambda chosen, real=real, passed=passed, **kw: (
+            passed.extend(chosen) or real(chosen, **kw)
+        )
+        updater = Updater(run.trainer, run.config, reference=run.reference)
+        chosen = samples if name == "with" else samples[2:4]
+        found.append(updater.update(chosen, optimizer_step=0, version=0))
+        assert passed == samples[2:4]
+        after.append(masters(run.trainer))
+    assert [row.pop("samples_skipped") for row in found] == [4, 0]
+    assert found[0]["trained_samples"] == 2
+    assert found[0]["mismatch/num_tokens"] == sum(len(sample.token_ids) for sample in samples[2:4])
+    for row in found:
+        row.pop("train_seconds")
+    assert found[0] == found[1]
+    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
+
+
+@pytest.mark.parametrize("reason", ["equal rewards", "all masked"])
+def test_without_anything_to_learn_from_no_step_is_taken(tiny, tmp_path, reason):
+    run = open_tiny(tiny, tmp_path / "run", train__truncated="mask")
+    samples = make_samples(run)
+    if reason == "equal rewards":
+        samples = [replace(sample, advantage=0.0) for sample in samples]
+    else:
+        samples = [replace(sample, is_truncated=True, finish_reason="length") for sample in samples]
+    before = masters(run.trainer)
+    updater = Updater(run.trainer, run.config)
+    found = updater.update(samples, optimizer_step=0, version=2)
+    assert updater.steps_taken == 0
+    assert found == {
+        "trained_samples": 0, "samples_skipped": 6 if reason == "equal rewards" else 0,
+        "version_lag_mean": 2.0, "version_lag_max": 2,
+    }  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(before, masters(run.trainer), strict=True))
+
+
+def test_norms_and_guidance_are_means_over_steps():
+    parts = [
+        {"num_tokens": n, "ratio_mean": r, "guidance/changed_fraction": g, "grad_norm": norm,
+         "optimizer_steps_skipped": skipped}
+        for n, r, g, norm, skipped in [
+            (10.0, 1.0, 0.2, 1.0, 0.0), (30.0, 2.0, 0.4, 3.0, 0.0), (5.0, 1.0, 0.6, math.inf, 1.0),
+        ]
+    ]  # fmt: skip
+    found = merge_steps(parts)
+    assert found["ratio_mean"] == pytest.approx((10 + 60 + 5) / 45)
+    assert found["guidance/changed_fraction"] == pytest.approx(0.4)
+    assert (found["grad_norm"], found["optimizer_steps_skipped"], found["num_tokens"]) == (2.0, 1.0, 45.0)
 
 
 def test_the_kl_term_needs_a_reference(tiny, tmp_path):

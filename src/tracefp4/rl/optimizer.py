@@ -6,12 +6,23 @@ storage. After every step copy := bf16(master), in place, which also invalidates
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import round_bf16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one call of `MasterWeightAdamW.step` did."""
+
+    norm: float
+    """L2 norm over all gradients before clipping; not finite when a gradient is not."""
+    is_taken: bool
+    """False: the norm was not finite, so masters, moments and copies are as they were."""
 
 
 class MasterWeightAdamW:
@@ -47,7 +58,7 @@ class MasterWeightAdamW:
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas)
 
-    def step(self, *, lr_scale: float = 1.0, grad_clip: float = 0.0) -> float:
+    def step(self, *, lr_scale: float = 1.0, grad_clip: float = 0.0) -> StepResult:
         """Clip, update the masters, write the bf16 copies, clear the gradients.
 
         Args:
@@ -55,19 +66,21 @@ class MasterWeightAdamW:
             grad_clip: largest L2 norm over all gradients; 0 means no clipping.
 
         Returns:
-            The gradient norm before clipping. A non-finite norm skips the update (the caller counts it).
+            The gradient norm before clipping, and whether the step was taken: a non-finite norm skips the
+            update (the caller counts it).
         """
         for master, copy in zip(self.masters, self.copies, strict=True):
             master.grad = None if copy.grad is None else copy.grad.to(master.dtype)
         norm = nn.utils.clip_grad_norm_(self.masters, grad_clip if grad_clip > 0 else float("inf"))
-        if bool(torch.isfinite(norm)):
+        is_taken = bool(torch.isfinite(norm))
+        if is_taken:
             for group in self.adamw.param_groups:
                 group["lr"] = self.lr * lr_scale
             self.adamw.step()
             self._write_copies()
         for master, copy in zip(self.masters, self.copies, strict=True):
             master.grad = copy.grad = None
-        return float(norm)
+        return StepResult(norm=float(norm), is_taken=is_taken)
 
     @torch.no_grad()
     def _write_copies(self) -> None:

@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracefp4.diagnostics.agreement import AgreementCounts, SiteCounts, merge_sites
+from tracefp4.diagnostics.agreement import (
+    AgreementCounts,
+    RoutingAgreement,
+    SiteCounts,
+    collect_routing,
+    collect_sites,
+    merge_routing,
+    merge_sites,
+)
 from tracefp4.errors import RecordError
 from tracefp4.formats.arithmetic import Arithmetic
 from tracefp4.guidance import ReplayBatch
@@ -32,6 +40,8 @@ class Scored:
     """One tensor [C] per sample: log p of every completion token, no gradient."""
     agreement: dict[tuple[str, int], AgreementCounts]
     """Counts by (site kind, layer); filled only where full records were kept as references."""
+    routing: dict[int, RoutingAgreement]
+    """Counts by decoder layer of the router; empty where routing is not replayed."""
     positions_missing: int
     """Guided places without a usable record, rounded to nearest (over all sites)."""
     values_changed_fraction: float
@@ -119,6 +129,7 @@ class PolicyTrainer:
         """
         parts: list[tuple[int, Tensor]] = []
         counts: list[SiteCounts] = []
+        routers: list[dict[int, RoutingAgreement]] = []
         following = Following()
         with torch.no_grad():
             for chosen in self._micro_batches(samples):
@@ -129,10 +140,12 @@ class PolicyTrainer:
                 parts += [(i, logprobs[row][batch.completion_mask[row]]) for row, i in enumerate(chosen)]
                 following.add(replayed, plan=self.plan)
                 counts.append(_measured(replayed))
+                routers.append(collect_routing(replayed.counters))
         ordered = [logprobs for _, logprobs in sorted(parts, key=lambda part: part[0])]
         return Scored(
             logprobs=tuple(ordered),
             agreement=merge_sites(counts),
+            routing=merge_routing(routers),
             positions_missing=following.positions - following.positions_guided,
             values_changed_fraction=following.changed_fraction,
         )
@@ -161,7 +174,8 @@ class PolicyTrainer:
             trains_truncated: False masks truncated samples.
 
         Returns:
-            (metrics of the step, log-probs of every sample as seen before the step).
+            (metrics of the step, log-probs of every sample as seen before the step). A gradient norm that is not
+            finite takes no step: `optimizer_steps_skipped` is then 1.
         """
         assert self.optimizer is not None, "this trainer only scores"
         batches = [
@@ -197,9 +211,9 @@ class PolicyTrainer:
             total_loss += result.loss.item()
             for row, i in enumerate(chosen):
                 seen[i] = logprobs.detach()[row][batch.completion_mask[row]]
-        norm = self.optimizer.step(lr_scale=lr_scale, grad_clip=grad_clip)
-        found = {**merge_metrics(metrics), **following.metrics(), "loss": total_loss, "grad_norm": norm}
-        return found, seen
+        step = self.optimizer.step(lr_scale=lr_scale, grad_clip=grad_clip)
+        found = {**merge_metrics(metrics), **following.metrics(), "loss": total_loss, "grad_norm": step.norm}
+        return {**found, "optimizer_steps_skipped": 0.0 if step.is_taken else 1.0}, seen
 
     def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[tuple[int, ...]]:
         lengths = [sample.num_tokens for sample in samples]
@@ -249,23 +263,9 @@ def _spread(batch: Batch, per_sample: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _measured(batch: ReplayBatch) -> SiteCounts:
-    measured: dict[tuple[str, int], AgreementCounts] = {}
-    for site, counts in batch.counters.sites.items():
-        found = counts.resolved()
-        if found.values_compared is not None:
-            measured[(site.kind, site.layer)] = AgreementCounts(
-                values=found.values,
-                positions_guided=found.positions_guided,
-                positions_missing=found.positions_missing,
-                changed=int(found.values_changed),
-                compared=int(found.values_compared),
-                mismatched_before=int(found.mismatched_before or 0),
-                mismatched_after=int(found.mismatched_after or 0),
-                compared_scales=int(found.blocks_compared or 0),
-                mismatched_scales=int(found.blocks_mismatched or 0),
-            )
-    return measured
+def _measured(batch: ReplayBatch) -> dict[tuple[str, int], AgreementCounts]:
+    """Counts of the sites that were compared with a reference."""
+    return {site: counts for site, counts in collect_sites(batch.counters).items() if counts.compared}
 
 
 def with_advantages(samples: Sequence[TrainingSample], advantages: Tensor) -> list[TrainingSample]:

@@ -1,7 +1,7 @@
 """One rollout's samples become one or more optimizer steps, and the step's numbers."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,49 +93,109 @@ class Updater:
     def update(
         self, samples: Sequence[TrainingSample], *, optimizer_step: int, version: int
     ) -> dict[str, Any]:
-        """Train on the samples; an empty list (all too old) takes no step."""
+        """Train on the samples that carry a gradient; `steps_taken` then says how many optimizer steps were taken.
+
+        Samples of a group whose rewards are all equal (advantage 0) are left out of forward, backward and the
+        denominators, of the KL term too. Without any trained token no step is taken. A step whose gradient norm is
+        not finite is not taken either and is counted in `optimizer_steps_skipped`.
+
+        Args:
+            samples: of one rollout, with rewards, groups and advantages; may be empty (all too old).
+            optimizer_step: optimizer steps of the run so far.
+            version: of the weights that are updated.
+
+        Returns:
+            Metrics. `grad_norm` is None when no step was taken; mismatch metrics are of the samples that went
+            through the model and are absent without any.
+        """
         self.steps_taken = 0
-        if not samples:
-            return {"trained_samples": 0}
+        kept = with_gradient(samples)
+        metrics: dict[str, Any] = {"trained_samples": 0, "samples_skipped": len(samples) - len(kept)}
+        if samples:
+            lags = [sample.version_lag(version) for sample in samples]
+            metrics |= {"version_lag_mean": sum(lags) / len(lags), "version_lag_max": max(lags)}
+        if not any(self._is_trained(sample) for sample in kept):
+            return metrics
         started = time.perf_counter()
-        num_steps = self.config.train.optimizer_steps_per_rollout
+        found, own = self._train(kept, optimizer_step=optimizer_step)
+        return {
+            **metrics,
+            **found,
+            "train_seconds": time.perf_counter() - started,
+            **mismatch_of(kept, own),
+            **mismatch_of_lags(kept, own, version=version),
+        }
+
+    def _train(
+        self, samples: Sequence[TrainingSample], *, optimizer_step: int
+    ) -> tuple[dict[str, Any], list[Tensor]]:
+        """Take the optimizer steps: (metrics over them, log-probs of every sample when it was first scored)."""
+        settings = self.config.train
+        num_steps = settings.optimizer_steps_per_rollout
         old = None if num_steps == 1 else list(self.trainer.score(samples).logprobs)
         ref = self._reference_logprobs(samples)
         seen: list[Tensor | None] = list(old) if old is not None else [None] * len(samples)
         parts = []
-        for chosen in _shards(len(samples), num_steps, seed=self.config.train.seed * 7919 + optimizer_step):
+        trained = 0
+        for chosen in _shards(len(samples), num_steps, seed=settings.seed * 7919 + optimizer_step):
             metrics, logprobs = self.trainer.update(
                 [samples[i] for i in chosen],
                 old_logprobs=None if old is None else [old[i] for i in chosen],
                 ref_logprobs=None if ref is None else [ref[i] for i in chosen],
                 loss=self.loss,
                 lr_scale=warmup_constant(
-                    optimizer_step + self.steps_taken, warmup_steps=self.config.train.warmup_steps
+                    optimizer_step + self.steps_taken, warmup_steps=settings.warmup_steps
                 ),
-                grad_clip=self.config.train.grad_clip,
-                trains_truncated=self.config.train.truncated != "mask",
+                grad_clip=settings.grad_clip,
+                trains_truncated=settings.truncated != "mask",
             )
-            self.steps_taken += 1
+            is_taken = metrics["optimizer_steps_skipped"] == 0
+            self.steps_taken += is_taken
+            trained += len(chosen) if is_taken else 0
             parts.append(metrics)
             for place, i in enumerate(chosen):
                 seen[i] = logprobs[place] if seen[i] is None else seen[i]
         own = [value for value in seen if value is not None]
-        lags = [sample.version_lag(version) for sample in samples]
-        return {
-            "trained_samples": len(samples),
-            "train_seconds": time.perf_counter() - started,
-            "version_lag_mean": sum(lags) / len(lags),
-            "version_lag_max": max(lags),
-            **merge_metrics(parts),
-            **mismatch_of(samples, own),
-            **mismatch_of_lags(samples, own, version=version),
-        }
+        return {"trained_samples": trained, **merge_steps(parts)}, own
+
+    def _is_trained(self, sample: TrainingSample) -> bool:
+        """Whether any token of the sample is in the loss."""
+        is_masked = sample.is_truncated and self.config.train.truncated == "mask"
+        return bool(sample.token_ids) and not is_masked
 
     def _reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[Tensor] | None:
         """Score the reference policy; it computes in bf16 and follows no record, neither codes nor routing."""
         if self.reference is None:
             return None
         return list(self.reference.score([replace(sample, record=None) for sample in samples]).logprobs)
+
+
+def with_gradient(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Leave out the samples that say nothing: advantage exactly 0, in a group whose rewards are all equal.
+
+    An advantage of 0 alone is not enough: a sample whose reward is its group's mean belongs to the objective and
+    stays in the denominators. Neither are equal rewards alone: a caller's own advantages are not overruled.
+    """
+    rewards: dict[int, set[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.group_index, set()).add(sample.reward)
+    return [sample for sample in samples if sample.advantage != 0.0 or len(rewards[sample.group_index]) > 1]
+
+
+def merge_steps(parts: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+    """Merge the metrics of one rollout's optimizer steps.
+
+    What the loss measures per token is merged by `merge_metrics`. `grad_norm` is the mean over the steps that were
+    taken (None without any), `guidance/...` the mean over steps, and `optimizer_steps_skipped` a count.
+    """
+    merged: dict[str, float | None] = dict(merge_metrics(parts))
+    for name in merged:
+        if name.startswith("guidance/"):
+            merged[name] = sum(part[name] for part in parts) / len(parts)
+    norms = [part["grad_norm"] for part in parts if not part["optimizer_steps_skipped"]]
+    merged["grad_norm"] = sum(norms) / len(norms) if norms else None
+    merged["optimizer_steps_skipped"] = sum(part["optimizer_steps_skipped"] for part in parts)
+    return merged
 
 
 def loss_config(config: RunConfig) -> LossConfig:
@@ -182,7 +242,8 @@ def _padded(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _shards(num_samples: int, num_shards: int, *, seed: int) -> list[list[int]]:
-    """Deal samples into shards of nearly equal size, in an order drawn from the seed."""
+    """Deal samples into shards of nearly equal size, none empty, in an order drawn from the seed."""
+    num_shards = min(num_shards, num_samples)
     generator = torch.Generator().manual_seed(seed)
     order = (
         torch.randperm(num_samples, generator=generator).tolist()
