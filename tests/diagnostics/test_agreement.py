@@ -43,15 +43,15 @@ def counters(scale=1):
 def test_counters_become_rates_and_what_was_not_measured_is_left_out():
     found = counters()
     metrics = agreement_metrics(collect_sites(found), routing=collect_routing(found))
-    assert metrics["agreement/layers.0.x/mismatch_before"] == 12 / 48
-    assert metrics["agreement/layers.0.x/mismatch_after"] == 3 / 48
-    assert metrics["agreement/layers.0.x/scale_mismatch"] == 1 / 3
-    assert metrics["agreement/layers.0.x/changed"] == 4 / 64
-    assert metrics["agreement/layers.1.k/missing"] == 1.0
-    assert "agreement/layers.1.k/mismatch_before" not in metrics
+    assert metrics["agreement/x/layer_0/mismatch_before"] == 12 / 48
+    assert metrics["agreement/x/layer_0/mismatch_after"] == 3 / 48
+    assert metrics["agreement/x/layer_0/scale_mismatch"] == 1 / 3
+    assert metrics["agreement/x/layer_0/changed"] == 4 / 64
+    assert metrics["agreement/k/layer_1/missing"] == 1.0
+    assert "agreement/k/layer_1/mismatch_before" not in metrics
     assert metrics["agreement/missing"] == 5 / 8
     assert metrics["agreement/routing/replayed"] == 3 / 4
-    assert metrics["agreement/layers.0.routing/changed"] == 1 / 3
+    assert metrics["agreement/routing/layer_0/changed"] == 1 / 3
 
 
 def test_merging_adds_counts_and_does_not_average_rates():

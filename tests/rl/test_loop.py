@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.rl.tiny_runs import changed, make_config, metrics_of
 
+from tracefp4.diagnostics.report import render
 from tracefp4.errors import ConfigError
 from tracefp4.rl.loop import train
 
@@ -159,6 +160,37 @@ def test_transmission_is_measured_when_asked(tiny, tmp_path):
     assert plain["final"] == manifest["final"], "measuring may not change the run"
 
 
+def test_agreement_is_measured_by_site_and_layer_and_plotted(tiny, tmp_path):
+    config = make_config(
+        *tiny, tmp_path / "run", train__agreement_every=2, train__steps=3, task__reward=PLAIN
+    )
+    manifest = train(config)
+    rows = metrics_of(config)
+    for kind in "xkv":
+        for layer in range(2):
+            name = f"agreement/{kind}/layer_{layer}/mismatch"
+            assert [f"{name}_before" in row for row in rows] == [True, False, True]
+            assert 0 <= rows[2][f"{name}_after"] <= rows[2][f"{name}_before"] < 0.5
+    assert rows[2]["agreement/mismatch_before"] > 0
+    assert rows[2]["agreement/mismatch_after"] < rows[2]["agreement/mismatch_before"]
+    assert {f"agreement/routing/{where}changed" for where in ("", "layer_0/", "layer_1/")} <= set(rows[0])
+    page = render(config.run.dir).read_text(encoding="utf-8")
+    assert "Codes that differ, by layer" in page
+    assert "was not measured" not in page
+    plain = train(changed(config, run__dir=str(tmp_path / "plain"), train__agreement_every=0))
+    assert plain["final"] == manifest["final"], "measuring may not change the run"
+
+
+@pytest.mark.parametrize("mode", ["fp4", "bf16"])
+def test_without_guidance_only_the_routing_is_compared(tiny, tmp_path, mode):
+    config = make_config(
+        *tiny, tmp_path / "run", train__steps=1, quantization__guidance="none", quantization__mode=mode
+    )
+    train(config)
+    (row,) = metrics_of(config)
+    assert {name.split("/")[1] for name in row if name.startswith("agreement/")} == {"routing"}
+
+
 def test_the_kl_term_is_in_the_loss(tiny, tmp_path):
     config = make_config(*tiny, tmp_path / "run", loss__kl_coef=0.5, train__steps=2)
     train(config)
@@ -212,8 +244,10 @@ def test_a_full_disk_ends_the_run_with_the_earlier_checkpoint_intact(tiny, tmp_p
         ({"quantization__exclude": ("no.such.module",)}, "no.such.module"),
         ({"quantization__last_layers_bf16": 2}, "no module of Qwen3MoeForCausalLM was selected"),
         ({"rollout__num_pages": 1}, "page"),
+        ({"train__micro_batch_tokens": 16}, r"micro_batch_tokens: a sample can have 17 .* Set it to 17"),
     ],
-    ids=["top-p", "no held-out file", "no model", "no prompts", "no reward", "bad exclude", "nothing FP4", "pool"],
+    ids=["top-p", "no held-out file", "no model", "no prompts", "no reward", "bad exclude", "nothing FP4", "pool",
+         "micro-batch"],
 )  # fmt: skip
 def test_mistakes_are_refused_and_the_directory_stays_usable(tiny, tmp_path, changes, message):
     config = make_config(*tiny, tmp_path / "run")

@@ -56,6 +56,17 @@ def test_records_are_kept_in_the_plans_codec_and_weighed(tiny, tmp_path, codec, 
     assert (size.codes + size.block_scales) / record.length == pytest.approx(values * bits / 8)
 
 
+def test_references_keep_whole_codes_and_are_spread_over_the_step(tiny, tmp_path):
+    run, _ = make(tiny, tmp_path / "run", steps=0)
+    params = sampling_params(run.config, run.policy.defaults)(0)
+    rollout = _maker(run).make(run.stream.take(3), params, num_references=3)
+    assert [sample.trajectory for sample in rollout.references] == ["0.0.0", "0.1.0", "0.2.0"]
+    kept = {sample.trajectory: sample.record for sample in rollout.samples}
+    for sample in rollout.references:
+        assert {part.codec for part in sample.record.sites.values()} == {"full"}
+        assert records_equal(sample.record.recode("mantissa"), kept[sample.trajectory])
+
+
 def test_bytes_are_computed_without_recoding(tiny, tmp_path):
     _, (rollout,) = make(tiny, tmp_path / "run", quantization__guidance="full")
     size = rollout.samples[0].record.recode("mantissa").num_bytes()

@@ -183,8 +183,8 @@ def agreement_metrics(
 ) -> dict[str, float]:
     """Name the rates over all sites, by kind, by site and by router.
 
-    Names: agreement/<rate>, agreement/<kind>/<rate>, agreement/layers.<n>.<kind>/<rate>,
-    agreement/routing/<rate>, agreement/layers.<n>.routing/<rate>.
+    Names: agreement/<rate>, agreement/<kind>/<rate>, agreement/<kind>/layer_<n>/<rate>,
+    agreement/routing/<rate>, agreement/routing/layer_<n>/<rate>; the report plots those with a layer.
 
     Args:
         counts: counts by site.
@@ -193,9 +193,9 @@ def agreement_metrics(
     routers = routing or {}
     named: dict[str, AgreementCounts | RoutingAgreement] = {"": total(counts)}
     named |= {f"{kind}/": part for kind, part in by_kind(counts).items()}
-    named |= {f"layers.{layer}.{kind}/": part for (kind, layer), part in sorted(counts.items())}
+    named |= {f"{kind}/layer_{layer}/": part for (kind, layer), part in sorted(counts.items())}
     named["routing/"] = sum(routers.values(), RoutingAgreement())
-    named |= {f"layers.{layer}.routing/": part for layer, part in sorted(routers.items())}
+    named |= {f"routing/layer_{layer}/": part for layer, part in sorted(routers.items())}
     return {
         f"agreement/{prefix}{name}": value
         for prefix, part in named.items()

@@ -144,18 +144,24 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
     truncated: Literal["mask", "penalize", "train"] = "mask"
     """Completions that ran into max_tokens: left out of the loss, given reward 0, or trained as they are."""
-    transmission_every: int = 0
+    transmission_every: int = 25
     """Steps between measurements of how much of an update the quantized forward sees; 0 never measures."""
     transmission_samples: int = 8
     """Samples of the step that such a measurement scores: four extra passes over them."""
+    agreement_every: int = 10
+    """Steps between measurements of how many codes differ from the rollout's, by site and layer; 0 never."""
+    agreement_samples: int = 8
+    """Samples of the step that such a measurement scores: one extra pass over them, with their full records."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "micro_batch_tokens", "optimizer_steps_per_rollout", "transmission_samples"):
+        for name in ("steps", "micro_batch_tokens", "optimizer_steps_per_rollout"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "1 or more")
         for name in ("warmup_steps", "weight_decay", "grad_clip", "rollout_ahead", "max_version_diff"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
-        every = self.transmission_every
-        _require(every >= 0, "train.transmission_every", every, "0 (never) or more")
+        for name in ("transmission", "agreement"):
+            every, samples = getattr(self, f"{name}_every"), getattr(self, f"{name}_samples")
+            _require(every >= 0, f"train.{name}_every", every, "0 (never) or more")
+            _require(samples >= 1, f"train.{name}_samples", samples, "1 or more")
         _require(self.lr > 0, "train.lr", self.lr, "above 0")
         _require(
             all(0 <= beta < 1 for beta in self.betas), "train.betas", self.betas, "two numbers in [0, 1)"

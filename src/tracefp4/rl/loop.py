@@ -12,6 +12,7 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
+from tracefp4.diagnostics.agreement import agreement_metrics
 from tracefp4.rl.advantages import AdvantageConfig
 from tracefp4.rl.config import RunConfig
 from tracefp4.rl.evaluation import Evaluation, evaluate
@@ -89,14 +90,29 @@ def _step(
 ) -> dict[str, Any]:
     """Sample with the engine's weights, then train on the oldest pending rollout."""
     tasks = run.stream.take(run.config.rollout.num_prompts)
-    rollout = maker.make(tasks, params(run.step), step=run.step)
+    settings = run.config.train
+    is_measured = settings.agreement_every > 0 and run.step % settings.agreement_every == 0
+    rollout = maker.make(
+        tasks,
+        params(run.step),
+        step=run.step,
+        num_references=settings.agreement_samples if is_measured else 0,
+    )
     metrics: dict[str, Any] = {"step": run.step, **rollout.metrics}
+    if rollout.references:
+        metrics |= _agreement(run, rollout.references)
     if run.records is not None:
         metrics |= run.records.put(run.step, rollout.samples)
     run.pending.append(rollout.samples)
-    if len(run.pending) > run.config.train.rollout_ahead:
+    if len(run.pending) > settings.rollout_ahead:
         metrics |= _train_on(run, updater, run.pending.popleft())
     return metrics | {"weight_version": run.engine.weight_version, **run.counters}
+
+
+def _agreement(run: Run, samples: list[TrainingSample]) -> dict[str, float]:
+    """Compare the trainer's codes and experts with those of the engine, which holds the same weights here."""
+    scored = run.trainer.score(samples, measure=True)
+    return agreement_metrics(scored.agreement, routing=scored.routing)
 
 
 def _train_on(run: Run, updater: Updater, samples: list[TrainingSample]) -> dict[str, Any]:

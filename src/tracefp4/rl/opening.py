@@ -109,6 +109,7 @@ def _plan(config: RunConfig, policy: Policy, source: TaskSource, manifest: dict[
     if manifest is not None:
         return remembered_plan(policy, config.quantization, summary=manifest["plan"])
     prompts = [encode(source.item(i), tokenizer=policy.tokenizer) for i in range(CALIBRATION_PROMPTS)]
+    _check_length(config, longest_prompt=max(map(len, prompts)))
     return calibrated_plan(policy, config.quantization, prompts=prompts, arithmetic=EMULATED)
 
 
@@ -130,12 +131,23 @@ def _reference(config: RunConfig, trainer: PolicyTrainer) -> PolicyTrainer | Non
     return replace(trainer, applied=applied, optimizer=None)
 
 
+def _check_length(config: RunConfig, *, longest_prompt: int) -> None:
+    """Refuse samples that no micro-batch of the trainer can hold."""
+    budget, longest = config.train.micro_batch_tokens, longest_prompt + config.rollout.max_tokens
+    if longest > budget:
+        raise ConfigError(
+            f"train.micro_batch_tokens: a sample can have {longest} tokens ({longest_prompt} of the longest of the "
+            f"first {CALIBRATION_PROMPTS} prompts, and rollout.max_tokens {config.rollout.max_tokens}); got {budget}. "
+            f"Set it to {longest} or more, or lower rollout.max_tokens."
+        )
+
+
 def _check_digest(started_with: str, config: RunConfig) -> None:
     if started_with != config_digest(config):
         raise ConfigError(
             f"--resume: the run was started with other settings (config digest {started_with}, now "
-            f"{config_digest(config)}). Only train.steps, train.transmission_* and [run] without "
-            "run.eval_items may change; start a new run for the rest."
+            f"{config_digest(config)}). Only train.steps, train.transmission_*, train.agreement_* "
+            "and [run] without run.eval_items may change; start a new run for the rest."
         )
 
 

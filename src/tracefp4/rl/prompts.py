@@ -16,15 +16,11 @@ def build_source(task: TaskConfig) -> TaskSource:
     return JsonlTasks(task.path, shuffle_seed=task.seed)
 
 
-def build_held_out(task: TaskConfig, *, training_items: int = 0) -> TaskSource:
+def build_held_out(task: TaskConfig) -> TaskSource:
     """Return the items for evaluation: another seed of the generator, or the file named `eval_path`.
 
     Generated items have different prompts; item i is the same one however many are asked for. A file is taken
     as it is.
-
-    Args:
-        task: the recipe's table.
-        training_items: has no effect; what is held out does not depend on training.
 
     Raises:
         ConfigError: a JSONL task without `eval_path`; evaluating on training items is not offered.

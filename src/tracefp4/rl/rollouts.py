@@ -28,6 +28,8 @@ class Rollout:
     """num_prompts * n samples, groups adjacent; advantages set."""
     metrics: dict[str, float]
     """Rewards, lengths, skipped groups, guidance bytes, tokens per second."""
+    references: list[TrainingSample]
+    """A few of the samples with their records as the engine made them, whole codes, to measure agreement with."""
 
 
 @dataclass(kw_only=True)
@@ -47,20 +49,24 @@ class RolloutMaker:
     codec: str
     """Codec that records are kept in, `full` or `mantissa`; `none` leaves them as the engine made them."""
 
-    def make(self, tasks: Sequence[Task], params: SamplingParams, *, step: int = 0) -> Rollout:
+    def make(
+        self, tasks: Sequence[Task], params: SamplingParams, *, step: int = 0, num_references: int = 0
+    ) -> Rollout:
         """Sample n completions of every task, score them and set their advantages.
 
         Args:
             tasks: one GRPO group each.
             params: sampling.
             step: goes into the trajectories' names, `<step>.<group>.<sample>`, unique within a run.
+            num_references: samples whose records are also kept as the engine made them, spread evenly.
         """
         before, counted = self.engine.stats, Counter(self.scorer.counts)
         prompts = [encode(task, tokenizer=self.tokenizer) for task in tasks]
         groups = self.engine.generate(prompts, params)
         stats = self.engine.stats
         found = [(group, completion) for group, row in enumerate(groups) for completion in row]
-        records = self._records([completion.record for _, completion in found])
+        made = [completion.record for _, completion in found]
+        records = self._records(made)
         samples = [
             self._sample(completion, tasks[group], record, name=f"{step}.{group}.{completion.sample_index}")
             for (group, completion), record in zip(found, records, strict=True)
@@ -84,7 +90,11 @@ class RolloutMaker:
             "guidance_bytes_per_token": bytes_per_token(samples, codec=self.codec),
             **outcome_metrics(Counter(self.scorer.counts) - counted),
         }
-        return Rollout(samples=with_advantages(samples, advantages.values), metrics=metrics)
+        return Rollout(
+            samples=with_advantages(samples, advantages.values),
+            metrics=metrics,
+            references=_references(samples, made, count=num_references),
+        )
 
     def _records(self, records: Sequence[Record | None]) -> list[Record | None]:
         """Recode all records at once, so that no later pass has to; the engine keeps whole codes."""
@@ -111,6 +121,18 @@ class RolloutMaker:
             is_truncated=is_truncated,
             record=record,
         )
+
+
+def _references(
+    samples: Sequence[TrainingSample], made: Sequence[Record | None], *, count: int
+) -> list[TrainingSample]:
+    """Give `count` of the samples that have a record their records before recoding."""
+    usable = [
+        replace(sample, record=replace(whole, identity=sample.record.identity))
+        for sample, whole in zip(samples, made, strict=True)
+        if whole is not None and sample.record is not None and sample.token_ids
+    ]
+    return usable[:: max(1, len(usable) // max(1, count))][:count]
 
 
 def bytes_per_token(samples: Sequence[TrainingSample], *, codec: str) -> float:

@@ -20,6 +20,9 @@ from tracefp4.rl.tasks import TaskSource, TaskStream
 from tracefp4.rl.trainer import PolicyTrainer
 from tracefp4.rollout import LocalEngine
 
+# of [train]: how often and on how much something is measured
+MEASUREMENTS = ("transmission_every", "transmission_samples", "agreement_every", "agreement_samples")
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -118,7 +121,7 @@ def config_digest(config: RunConfig) -> str:
     """
     content = asdict(config)
     content["run"] = {"eval_items": config.run.eval_items}
-    for name in ("steps", "transmission_every", "transmission_samples"):
+    for name in ("steps", *MEASUREMENTS):
         content["train"].pop(name)
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
