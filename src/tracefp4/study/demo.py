@@ -52,9 +52,9 @@ class DemoSettings:
     """Seed of weights, prompts and draws."""
     shape: TinyShape = field(default_factory=TinyShape)
     """Shape of the model."""
-    warm_steps: int = 250
+    warm_steps: int = 240
     """Optimizer steps of the warm start."""
-    steps: int = 24
+    steps: int = 22
     """GRPO steps per arm."""
     lr: float = 1e-4
     """Learning rate of GRPO."""
