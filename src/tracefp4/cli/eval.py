@@ -17,7 +17,10 @@ def evaluate(
     mode: ModeOption = "fp4",
     items: Annotated[int, typer.Option("--items", help="Held-out items.", min=1)] = 512,
     pass_at: Annotated[
-        int, typer.Option("--pass-at", help="Samples per item for pass@k; 1 decodes greedily.", min=1)
+        int,
+        typer.Option(
+            "--pass-at", help="Samples per item for pass@k; 1 samples at run.eval_temperature.", min=1
+        ),
     ] = 1,
     as_json: JsonOption = False,
 ) -> None:

@@ -21,7 +21,7 @@ class StepPrinter:
         self._started_s = time.monotonic()
 
     def __call__(self, metrics: Mapping[str, Any]) -> None:
-        """Print the step's number, reward, mismatch and the time that is left at this pace."""
+        """Print the step's number, reward, mismatch and the seconds since the start."""
         step = int(metrics["step"]) + 1
         elapsed_s = time.monotonic() - self._started_s
         reward, mismatch = number(metrics.get(REWARD_KEY), digits=3), number(metrics.get(MISMATCH_KEY))

@@ -5,8 +5,8 @@ the update, `new` carries the gradient. Per trained token t of sequence b, with 
 
     r   = exp(clamp(new - old, +-bound))                       PPO ratio, has the gradient
     w   = min(exp(clamp(old - rollout, +-bound)), tis_cap)     importance weight, a constant (detached)
-    w   = 0 where exp(old - rollout) lies outside keep_range   (the IcePop mask; the token stays in the
-    denominator) pg  = max(-A*r, -A*clamp(r, 1 - clip_low, 1 + clip_high))
+    w   = 0 where exp(old - rollout) is outside keep_range     the IcePop mask; still in the denominator
+    pg  = max(-A*r, -A*clamp(r, 1 - clip_low, 1 + clip_high))
     pg  = min(pg, -A*dual_clip) where A < 0                    only with dual_clip
     kl  = exp(ref - new) - (ref - new) - 1                     k3, only with kl_coefficient > 0
     l   = w*pg + kl_coefficient*kl
@@ -123,7 +123,7 @@ def loss_denominator(mask: Tensor, *, config: LossConfig) -> float:
     token_mean: trained tokens. sequence_mean: sequences with at least one trained token. dr_grpo: the same
     sequences times constant_length. A sequence whose tokens are all masked is in neither numerator nor
     denominator; one whose group was skipped (advantage 0) stays in the denominator unless the caller masks it
-    or leaves it out.
+    or leaves it out, as `rl.update` does.
 
     Args:
         mask: bool [B, T], True where a token is trained.
