@@ -71,7 +71,9 @@ def test_rl_learns_in_other_settings(tiny, tmp_path, changes):
 
 
 def test_a_run_leaves_everything_that_explains_it(tiny, tmp_path):
-    config = make_config(*tiny, tmp_path / "run", run__eval_items=4, run__eval_every=2, train__steps=3)
+    config = make_config(
+        *tiny, tmp_path / "run", run__eval_items=4, run__eval_every=2, train__steps=3, task__reward=PLAIN
+    )
     rows = []
     manifest = train(config, on_step=rows.append)
     path = Path(config.run.dir)
@@ -116,12 +118,18 @@ def test_samples_made_ahead_lag_and_are_counted(tiny, tmp_path):
 
 def test_samples_that_are_too_old_are_dropped_counted_and_train_nothing(tiny, tmp_path):
     config = make_config(
-        *tiny, tmp_path / "run", train__rollout_ahead=1, train__max_version_diff=0, train__steps=6
+        *tiny,
+        tmp_path / "run",
+        train__rollout_ahead=1,
+        train__max_version_diff=0,
+        train__steps=6,
+        task__reward=PLAIN,
     )
     manifest = train(config)
     rows = metrics_of(config)
     # after each update the rollout that was made before it is one version old
-    assert [row.get("trained_samples") for row in rows] == [None, 12, 0, 12, 0, 12]
+    trained = [row["trained_samples"] + row["samples_skipped"] for row in rows[1:]]
+    assert trained == [12, 0, 12, 0, 12]
     assert [row["weight_version"] for row in rows] == [0, 1, 1, 2, 2, 3]
     assert manifest["final"]["counters"] == {"optimizer_steps": 3, "samples_dropped": 24}
 
@@ -129,7 +137,12 @@ def test_samples_that_are_too_old_are_dropped_counted_and_train_nothing(tiny, tm
 @pytest.mark.parametrize("truncated", ["mask", "penalize", "train"])
 def test_truncated_completions(tiny, tmp_path, truncated):
     config = make_config(
-        *tiny, tmp_path / "run", train__truncated=truncated, train__steps=1, task__reward=PLAIN
+        *tiny,
+        tmp_path / "run",
+        train__truncated=truncated,
+        train__steps=1,
+        task__reward=PLAIN,
+        rollout__num_prompts=12,
     )
     train(config)
     (row,) = metrics_of(config)
@@ -192,7 +205,7 @@ def test_without_guidance_only_the_routing_is_compared(tiny, tmp_path, mode):
 
 
 def test_the_kl_term_is_in_the_loss(tiny, tmp_path):
-    config = make_config(*tiny, tmp_path / "run", loss__kl_coef=0.5, train__steps=2)
+    config = make_config(*tiny, tmp_path / "run", loss__kl_coef=0.5, train__steps=2, task__reward=PLAIN)
     train(config)
     assert all(row["reference_kl"] > 0 for row in metrics_of(config))
 
