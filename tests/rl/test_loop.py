@@ -204,6 +204,16 @@ def test_without_guidance_only_the_routing_is_compared(tiny, tmp_path, mode):
     assert {name.split("/")[1] for name in row if name.startswith("agreement/")} == {"routing"}
 
 
+def test_groups_of_equal_reward_train_and_publish_nothing(tiny, tmp_path):
+    config = make_config(*tiny, tmp_path / "run", task__reward="tests.rl.tiny_runs:share_of_nines")
+    manifest = train(config)
+    rows = metrics_of(config)
+    assert [row["groups_skipped"] for row in rows] == [3.0] * 3, "no completion of a random model has a 9"
+    assert [(row["trained_samples"], row["samples_skipped"]) for row in rows] == [(0, 12)] * 3
+    assert [row["weight_version"] for row in rows] == [0, 0, 0]
+    assert manifest["final"]["counters"]["optimizer_steps"] == 0
+
+
 def test_the_kl_term_is_in_the_loss(tiny, tmp_path):
     config = make_config(*tiny, tmp_path / "run", loss__kl_coef=0.5, train__steps=2, task__reward=PLAIN)
     train(config)
@@ -211,8 +221,10 @@ def test_the_kl_term_is_in_the_loss(tiny, tmp_path):
 
 
 def test_ctrl_c_saves_and_resume_ends_like_an_uninterrupted_run(tiny, tmp_path):
-    whole = train(make_config(*tiny, tmp_path / "whole", run__checkpoint_every=0))
-    config = make_config(*tiny, tmp_path / "run", run__checkpoint_every=0)
+    settings = {"run__checkpoint_every": 0, "task__reward": PLAIN}
+    whole = train(make_config(*tiny, tmp_path / "whole", **settings))
+    assert whole["final"]["counters"]["optimizer_steps"] == 3
+    config = make_config(*tiny, tmp_path / "run", **settings)
 
     def interrupt(row):
         if row["step"] == 1:
@@ -227,7 +239,7 @@ def test_ctrl_c_saves_and_resume_ends_like_an_uninterrupted_run(tiny, tmp_path):
 
 
 def test_a_full_disk_ends_the_run_with_the_earlier_checkpoint_intact(tiny, tmp_path, monkeypatch):
-    config = make_config(*tiny, tmp_path / "run")
+    config = make_config(*tiny, tmp_path / "run", task__reward=PLAIN)
     from tracefp4.rl import checkpoint
 
     real, calls = checkpoint.save_file, []
