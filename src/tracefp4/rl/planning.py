@@ -57,7 +57,8 @@ def rules_of(summary: Mapping[str, Any]) -> PlanRules:
             f"The plan that was written down has {f'unknown rules {unknown}' if unknown else 'no rules'}; known are "
             f"{sorted(known)}. Read it with the version of tracefp4 that wrote it."
         )
-    return PlanRules(**{k: tuple(v) if isinstance(v, list) else v for k, v in written.items()})
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}
+    return PlanRules(**values)
 
 
 def remembered_plan(policy: Policy, rules: PlanRules, *, summary: Mapping[str, Any]) -> Plan:
