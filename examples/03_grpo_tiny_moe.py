@@ -41,7 +41,7 @@ def show(row: Mapping[str, Any]) -> None:
     """Print what one step measured."""
     print(
         f"step {row['step']}: reward {row['reward_mean']:.3f}   "
-        f"mean |d log p| {row['mismatch/abs_mean']:.5f}   "
+        f"mean |d log p| {row.get('mismatch/abs_mean', float('nan')):.5f}   "
         f"guidance {row['guidance_bytes_per_token']:.0f} bytes per token"
     )
 

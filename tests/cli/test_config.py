@@ -29,8 +29,8 @@ def test_a_recipe_file_with_overrides(tmp_path):
     path.write_text('[model]\npath = "m"\n[task]\nname = "a"\noptions = {min_terms = 2}\n[train]\nlr = 1\n')
     config = load_config(
         path,
-        overrides=["train.steps=7", "quantization.mode=bf16", "task.options.max_terms=3", "run.dir='a b'",
-                   'quantization.sites=["x"]', "train.activation_checkpointing=true"],
+        overrides=["train.steps=7", "quantization.mode=bf16", "quantization.guidance=none",
+                   "task.options.max_terms=3", "run.dir='a b'", 'quantization.sites=["x"]', "train.activation_checkpointing=true"],
     )  # fmt: skip
     assert config.train.lr == 1.0 and isinstance(config.train.lr, float)
     assert config.train.steps == 7

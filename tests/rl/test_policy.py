@@ -41,7 +41,7 @@ def test_sampling_defaults_are_the_checkpoints(copy):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(ConfigError, match=r"not a checkpoint \(no config.json\)"):
+    with pytest.raises(ConfigError, match=r"not a checkpoint \(no config.json of a model\)"):
         load_policy(tmp_path)
 
 

@@ -17,7 +17,7 @@ from tracefp4.rl.trainer import with_advantages
 from tracefp4.rollout import SamplingParams
 
 NO_CAP = LossConfig(tis_cap=None)
-ALONE = 16  # micro-batch budget that no two of the samples fit into
+ALONE = 17  # micro-batch budget that no two of the samples fit into
 
 
 @pytest.fixture

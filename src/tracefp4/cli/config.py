@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 from tracefp4.errors import ConfigError
 from tracefp4.rl.config import RunConfig
 
-_BARE_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/\\-]*")
+_BARE_WORD = re.compile(r"[A-Za-z_~./][A-Za-z0-9_.:/~\\-]*")
 _NAMES = {float: "float", int: "integer", bool: "true or false", str: "string", tuple: "list"}
 
 
@@ -66,7 +66,7 @@ def _parse_value(key: str, text: str) -> object:
         if _BARE_WORD.fullmatch(text):
             return text
         raise ConfigError(
-            f"--set {key}: {text!r} is not a TOML value. Quote strings: '{key}=\"...\"'."
+            f"--set {key}: {text!r} is not a TOML value. Quote strings: --set '{key}=\"{text}\"'."
         ) from error
 
 

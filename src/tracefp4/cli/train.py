@@ -21,5 +21,17 @@ def train(
     from tracefp4.rl.loop import train as run_training
 
     config = load_config(recipe, overrides=overrides or ())
-    run_training(config, resume=resume, on_step=StepPrinter(total=config.train.steps))
+    rules, task = config.quantization, config.task
+    typer.echo(
+        f"{config.model.path}   task {task.name or task.path}   {rules.mode}, guidance {rules.guidance}   "
+        f"{config.train.steps} steps into {config.run.dir}"
+    )
+    if config.run.eval_items:
+        typer.echo(f"evaluating {config.run.eval_items} held-out items before the first step and at the end")
+    manifest = run_training(config, resume=resume, on_step=StepPrinter(total=config.train.steps))
+    for step, found in sorted(manifest.get("evaluations", {}).items(), key=lambda item: int(item[0])):
+        typer.echo(
+            f"held-out accuracy after step {step}: {found['accuracy']:.1%} +- {found['standard_error']:.1%} "
+            f"({found['num_items']} items)"
+        )
     typer.echo(f"done: {config.run.dir}   (tracefp4 report {config.run.dir})")

@@ -69,18 +69,18 @@ def _smooth(values: Sequence[float], window: int) -> list[float]:
     return found
 
 
-def curves(series: Mapping[str, Sequence[float]], *, ylabel: str, is_log: bool = False) -> "Figure":
+def curves(series: Mapping[str, Sequence[float | None]], *, ylabel: str, is_log: bool = False) -> "Figure":
     """Draw one line per arm over training steps.
 
     Args:
-        series: arm -> one value per step; an empty list draws nothing.
+        series: arm -> one value per step, None where nothing was measured; an empty list draws nothing.
         ylabel: axis label.
         is_log: logarithmic y axis; values that are not positive are left out. Without it, single steps are
             drawn faintly and their running mean over five steps strongly.
     """
     figure, (axes,) = _axes()
     for arm, values in series.items():
-        points = [(i + 1, v) for i, v in enumerate(values) if not is_log or v > 0]
+        points = [(i + 1, v) for i, v in enumerate(values) if v is not None and (not is_log or v > 0)]
         if not points:
             continue
         steps, heights = zip(*points, strict=True)

@@ -61,7 +61,7 @@ class PlanRules:
             raise ConfigError(
                 f"quantization.last_layers_bf16 must be 0 or more; got {self.last_layers_bf16}."
             )
-        guided_layers(self.layers, num_layers=1)
+        _layer_count(self.layers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,15 +97,27 @@ def guided_layers(rule: str, *, num_layers: int) -> tuple[int, ...]:
         num_layers: decoder layers of the model.
 
     Raises:
-        ConfigError: the rule is none of these.
+        ConfigError: the rule is none of these, or N is more than the model has.
     """
-    if rule == "all":
-        return tuple(range(num_layers))
+    count = _layer_count(rule)
     if rule == "last_half":
-        return tuple(range(num_layers // 2, num_layers))
+        count = num_layers - num_layers // 2
+    elif rule == "all":
+        count = num_layers
+    if count > num_layers:
+        raise ConfigError(
+            f"quantization.layers: {rule!r} asks for more than the model's {num_layers} layers."
+        )
+    return tuple(range(num_layers - count, num_layers))
+
+
+def _layer_count(rule: str) -> int:
+    """N of `last:N`, 0 for the named rules; refuses anything else."""
+    if rule in ("all", "last_half"):
+        return 0
     head, _, count = rule.partition(":")
     if head == "last" and count.isdigit() and int(count) > 0:
-        return tuple(range(max(0, num_layers - int(count)), num_layers))
+        return int(count)
     raise ConfigError(
         f"quantization.layers: unknown rule {rule!r}; allowed: all, last_half, last:N with N >= 1."
     )
@@ -167,7 +179,7 @@ def decide(names: Iterable[str], *, num_layers: int, rules: PlanRules) -> tuple[
             near = difflib.get_close_matches(pattern, with_cache, n=1, cutoff=0.3)
             raise ConfigError(
                 f"quantization.exclude: {pattern!r} matches no module; patterns are whole-name globs. "
-                f"Nearest name: {near[0] if near else 'none'}."
+                f"{f'Nearest name: {near[0]}.' if near else f'A name looks like {with_cache[0]}.'}"
             )
     return tuple(_decide_one(name, num_layers, rules) for name in with_cache)
 

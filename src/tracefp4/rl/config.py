@@ -245,6 +245,13 @@ class RunConfig:
     """Output."""
 
     def __post_init__(self) -> None:
+        rules = self.quantization
+        _require(
+            rules.mode != "bf16" or rules.guidance == "none",
+            "quantization.guidance",
+            rules.guidance,
+            'only "none" with quantization.mode = "bf16", which records nothing',
+        )
         samples = self.rollout.num_prompts * self.rollout.samples_per_prompt
         _require(
             samples >= self.train.optimizer_steps_per_rollout,

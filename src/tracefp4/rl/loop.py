@@ -50,7 +50,7 @@ def train(config: RunConfig, *, resume: bool = False, on_step: OnStep | None = N
     """
     directory = RunDirectory(config.run.dir, resume=resume)
     run = open_run(config, directory, resume=resume)
-    writer = MetricWriter(config, directory, on_step=on_step)
+    writer = MetricWriter(config, directory, on_step=on_step, first_step=run.step)
     maker = _maker(run)
     try:
         with _interrupts() as interrupted:
@@ -127,7 +127,7 @@ def _train_on(run: Run, updater: Updater, samples: list[TrainingSample]) -> dict
     run.counters["optimizer_steps"] += updater.steps_taken
     if updater.steps_taken:
         publish(run.applied.model, run.engine, version=version + 1)
-    return metrics | (probe.finish() if probe is not None else {})
+    return metrics | (probe.finish() if probe is not None and updater.steps_taken else {})
 
 
 def evaluate_run(run: Run) -> Evaluation:

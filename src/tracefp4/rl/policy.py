@@ -53,13 +53,13 @@ def load_policy(path: str | Path) -> Policy:
     """
     directory = Path(path)
     config_file = directory / "config.json"
-    if not config_file.is_file():
+    if not config_file.is_file() or (directory / "metrics.jsonl").exists():
         raise ConfigError(
-            f"model.path: {directory} is not a checkpoint (no config.json). Give a local Hugging Face one."
+            f"model.path: {directory} is not a checkpoint (no config.json of a model). {_where_to_look(directory)}"
         )
     try:
         architectures = json.loads(config_file.read_text(encoding="utf-8")).get("architectures") or [
-            "unknown"
+            "model of no named architecture"
         ]
     except ValueError as error:
         raise ConfigError(
@@ -142,3 +142,13 @@ def generation_defaults(model: Any, tokenizer: Any) -> GenerationDefaults:
         top_p=float(config.top_p) if config.top_p is not None else 1.0,
         top_k=int(config.top_k) if config.top_k else 0,
     )
+
+
+def _where_to_look(directory: Path) -> str:
+    """Say where the checkpoint is that was probably meant."""
+    saved = sorted(directory.glob("checkpoints/step_*")) or sorted(directory.glob("*/checkpoints/step_*"))
+    if saved:
+        return f"The checkpoints of a run lie below it; the newest here is {saved[-1]}."
+    if not directory.exists() and len(directory.parts) == 2 and not directory.is_absolute():
+        return f"Nothing is downloaded: fetch {directory} with Hugging Face's own tools and give the local directory."
+    return "Give a local directory with weights and tokenizer."

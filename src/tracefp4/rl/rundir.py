@@ -44,10 +44,10 @@ class RunDirectory:
                 "directory."
             )
         others = _foreign_names(self.path) if not self.is_begun and self.path.is_dir() else []
-        if others and (resume or "checkpoints" in others):
+        if others:
             raise ConfigError(
                 f"run.dir: {self.path} holds no run (no config.json) but {', '.join(others[:3])}. Name the "
-                "directory of the run, or an empty one for a new run."
+                "directory of the run, or a new or empty one for a new run."
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,8 @@ class RunDirectory:
 
 def _foreign_names(path: Path) -> list[str]:
     """What lies in a directory and was not left by a run that was killed before its config was written."""
-    own = {"manifest.json", ".manifest.json.tmp", ".config.json.tmp"}
+    own = {"manifest.json", ".manifest.json.tmp", ".config.json.tmp", "metrics.jsonl"}
+    own |= {"tensorboard", "wandb", "wandb.json", "records"}
     return sorted({entry.name for entry in path.iterdir()} - own)
 
 

@@ -201,14 +201,14 @@ def _arm_result(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     tokens = sum(row["rollout_tokens_per_s"] * row["rollout_seconds"] for row in rows)
     return {
         "reward": [row["reward_mean"] for row in rows],
-        "mismatch_mean": [row["mismatch/abs_mean"] for row in rows],
-        "mismatch_max": [row["mismatch/abs_max"] for row in rows],
+        "mismatch_mean": [row.get("mismatch/abs_mean") for row in rows],
+        "mismatch_max": [row.get("mismatch/abs_max") for row in rows],
         "accuracy_before": before["accuracy"],
         "accuracy_before_se": before["standard_error"],
         "accuracy_after": after["accuracy"],
         "accuracy_after_se": after["standard_error"],
         "tokens_per_s": tokens / sum(row["rollout_seconds"] for row in rows),
-        "train_seconds_per_step": sum(row["train_seconds"] for row in rows) / len(rows),
+        "train_seconds_per_step": sum(row.get("train_seconds", 0.0) for row in rows) / len(rows),
         "bytes_per_token": rows[-1]["guidance_bytes_per_token"],
         "transmission": [
             {"step": row["step"], **{key: row[f"transmission/{key}"] for key in ("slope", "low", "high")}}
