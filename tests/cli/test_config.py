@@ -30,7 +30,8 @@ def test_a_recipe_file_with_overrides(tmp_path):
     config = load_config(
         path,
         overrides=["train.steps=7", "quantization.mode=bf16", "quantization.guidance=none",
-                   "task.options.max_terms=3", "run.dir='a b'", 'quantization.sites=["x"]', "train.activation_checkpointing=true"],
+                   "task.options.max_terms=3", "run.dir='a b'", 'quantization.sites=["x"]',
+                   "train.activation_checkpointing=true"],
     )  # fmt: skip
     assert config.train.lr == 1.0 and isinstance(config.train.lr, float)
     assert config.train.steps == 7

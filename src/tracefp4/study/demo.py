@@ -46,7 +46,7 @@ TRANSMISSION_EVERY = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoSettings:
-    """Sizes of the demo; the defaults take about five minutes on two CPU cores."""
+    """Sizes of the demo; the defaults take about four minutes on two CPU cores."""
 
     seed: int = 0
     """Seed of weights, prompts and draws."""
