@@ -1,21 +1,25 @@
 # Everything a newcomer runs. Tools live in ./.venv; PYTHON names the interpreter that makes it.
 #   make demo        set up on the first call, then the end-to-end demonstration
 #   make test        lint, types, import directions, spelling, and the core tests
+#   make peers       add the libraries whose bytes ours are held against (make test-slow does it, too)
 #   make test-slow   the long tests
+#   make mutants     deliberate faults in the number core, and the test that notices each; MUTANTS=swap picks by name
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.setup-done
+PEERS_STAMP := $(VENV)/.peers-done
 TORCH := torch==2.13.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 DEMO_ARGS ?=
+MUTANTS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint core test-slow clean
+.PHONY: help setup peers demo test lint core test-slow mutants clean
 
 help:
-	@echo "make setup | demo | test | test-slow | clean   (see README.md)"
+	@echo "make setup | peers | demo | test | test-slow | mutants | clean   (see README.md)"
 
 setup: $(STAMP)
 
@@ -37,6 +41,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
+peers: $(PEERS_STAMP)
+
+# fouroversix and transformer-engine would compile CUDA code and pull their own torch, so both come alone. The
+# latter raises on import, which confuses libraries that look for it: it lies beside site-packages, and the
+# tests read one file of it.
+$(PEERS_STAMP): $(STAMP)
+	$(PIP) install -q -c constraints.txt -e '.[dev,peers]'
+	SKIP_CUDA_BUILD=1 $(PIP) install -q -c constraints.txt --no-build-isolation --no-deps fouroversix
+	$(PIP) install -q -c constraints.txt --no-deps --upgrade --target $(VENV)/transformer-engine transformer-engine
+	@touch $(PEERS_STAMP)
+
 demo: $(STAMP)
 	$(BIN)/tracefp4 demo $(DEMO_ARGS)
 
@@ -52,10 +67,17 @@ lint: $(STAMP)
 # Two worker processes with one thread each: the same cores, without fighting over them.
 core: $(STAMP)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-	    $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not engine" $(PYTEST_ARGS)
+	    $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not peers and not gpu and not engine" $(PYTEST_ARGS)
 
-test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m "slow and not gpu and not engine" --timeout 2400 --durations 10 $(PYTEST_ARGS)
+# First what can share the machine, then what measures it or fills it by itself.
+test-slow: $(PEERS_STAMP)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
+	    $(BIN)/python -m pytest -q -n 2 -m "(slow or peers) and not alone and not gpu and not engine" \
+	    --timeout 2400 --durations 10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "alone and not gpu and not engine" --timeout 2400 $(PYTEST_ARGS)
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants.runner $(MUTANTS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

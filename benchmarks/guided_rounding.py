@@ -23,7 +23,7 @@ def guide_of(rollout: Rounded, *, keeps: str, decoder: str) -> Guide:
     assert rollout.codes is not None
     return Guide(
         valid=torch.ones(ROWS, dtype=torch.bool),
-        exponent=rollout.exponent,
+        outer=rollout.outer,
         block_scales=rollout.block_scales,
         codes=rollout.codes if keeps == "codes" else None,
         bits=rollout.codes & 1 if keeps == "bits" else None,

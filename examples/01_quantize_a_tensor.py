@@ -16,7 +16,7 @@ def main() -> None:
     print(f"{x.numel()} values in {packed.num_bytes} bytes; bf16 would take {2 * x.numel()}")
     print(f"codes of the first block:  {packed.codes()[0, :16].tolist()}")
     print(f"scale bytes of row 0:      {[hex(b) for b in packed.block_scales[0].tolist()]}")
-    print(f"outer exponent of row 0:   2^{packed.exponent[0].item()}")
+    print(f"outer exponent of row 0:   2^{packed.outer[0].item()}")
     print(f"relative error:            {((values - x).norm() / x.norm()).item():.3f}")
     print(f"exact in bf16:             {torch.equal(values, values.bfloat16().float())}")
 
@@ -35,7 +35,7 @@ def main() -> None:
     assert rollout.codes is not None
     guide = Guide(
         valid=torch.tensor([True]),
-        exponent=rollout.exponent,
+        outer=rollout.outer,
         block_scales=rollout.block_scales,
         codes=None,
         bits=rollout.codes & 1,

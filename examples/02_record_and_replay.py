@@ -11,7 +11,7 @@ import torch
 
 from tracefp4 import LocalEngine, PlanRules, ReplayBatch, SamplingParams, apply, plan, replay
 from tracefp4.formats import EMULATED
-from tracefp4.patching import calibrate_kv
+from tracefp4.patching import calibrate
 from tracefp4.rl.checkpoint import save_model
 from tracefp4.rl.policy import Policy, load_policy
 from tracefp4.rl.tiny import TinyShape, build_model, build_tokenizer
@@ -40,7 +40,7 @@ def main() -> None:
     )
     applied = apply(model, fp4, arithmetic=EMULATED)
     ids = torch.tensor([prompt])
-    fp4 = calibrate_kv(model, fp4, input_ids=ids, attention_mask=torch.ones_like(ids))
+    fp4 = calibrate(model, fp4, input_ids=ids, attention_mask=torch.ones_like(ids))
     applied.undo()
     apply(model, fp4, arithmetic=EMULATED)
 

@@ -31,7 +31,7 @@ def recipe(start: Path, directory: Path, *, steps: int) -> RunConfig:
         model=ModelConfig(path=str(start)),
         task=TASK,
         rollout=RolloutConfig(num_prompts=8, samples_per_prompt=8, max_tokens=24, temperature=1.0),
-        quantization=PlanRules(guidance="mantissa"),
+        quantization=PlanRules(),
         train=TrainConfig(steps=steps, lr=3e-4),
         run=RunSettings(dir=str(directory), eval_items=0),
     )

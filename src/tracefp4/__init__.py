@@ -6,7 +6,9 @@ The public names below are imported on first use, so `import tracefp4` costs not
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from tracefp4.version import VERSION
+
+__version__ = VERSION
 
 _HOMES = {
     "BlockTensor": "tracefp4.formats",

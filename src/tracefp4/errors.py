@@ -25,3 +25,7 @@ class RecordError(TraceFP4Error):
 
 class BackendError(TraceFP4Error):
     """A named backend that cannot run this op on this device."""
+
+
+class ParityError(TraceFP4Error):
+    """Two implementations that must give the same bytes do not."""

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from tracefp4.cli.config import config_from_table, load_config
+from tracefp4.coding import CODECS
 from tracefp4.errors import ConfigError
+from tracefp4.patching.rules import PlanRules
 from tracefp4.rl.config import RunConfig
 
 MINIMAL = {"model": {"path": "m"}, "task": {"name": "basic_arithmetic"}}
@@ -31,7 +33,7 @@ def test_a_recipe_file_with_overrides(tmp_path):
         path,
         overrides=["train.steps=7", "quantization.mode=bf16", "quantization.guidance=none",
                    "task.options.max_terms=3", "run.dir='a b'", 'quantization.sites=["x"]',
-                   "train.activation_checkpointing=true"],
+                   "train.packing=true"],
     )  # fmt: skip
     assert config.train.lr == 1.0 and isinstance(config.train.lr, float)
     assert config.train.steps == 7
@@ -39,7 +41,7 @@ def test_a_recipe_file_with_overrides(tmp_path):
     assert config.task.options == {"min_terms": 2, "max_terms": 3}
     assert config.run.dir == "a b"
     assert config.quantization.sites == ("x",)
-    assert config.train.activation_checkpointing is True
+    assert config.train.packing is True
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,13 @@ def test_mistakes_are_named(override, message):
         _config(override)
 
 
+def test_the_default_codec_is_a_bare_word():
+    # Mutation: a pattern of bare words without the plus sign.
+    default = PlanRules().guidance
+    assert _config(f"quantization.guidance={default}").quantization.guidance == default
+    assert default in CODECS
+
+
 def test_required_keys():
     with pytest.raises(ConfigError, match="model.path: required and not given"):
         config_from_table({"task": {"name": "a"}})
@@ -87,7 +96,9 @@ def test_required_keys():
 
 
 def test_an_unknown_key_lists_the_valid_ones():
-    with pytest.raises(ConfigError, match="Valid here: model, task, rollout, quantization, train, loss, run"):
+    with pytest.raises(
+        ConfigError, match="Valid here: model, task, rollout, quantization, train, loss, records, run"
+    ):
         _config(extra={})
 
 

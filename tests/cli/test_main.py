@@ -1,6 +1,8 @@
 """Exit codes, messages, and what the commands that need no model print."""
 
+import inspect
 import json
+import warnings
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +15,15 @@ runner = CliRunner()
 
 def _run(*arguments: str):
     return runner.invoke(main.app, list(arguments), env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize("command", main.app.registered_commands, ids=lambda command: command.name)
+def test_the_help_of_every_command_fits_eighty_columns(command):
+    """Typer keeps the line breaks of a docstring; only its first paragraph is joined, and that not everywhere."""
+    prose = inspect.cleandoc(command.callback.__doc__).partition("\b")[0]
+    summary, *others = prose.split("\n\n")
+    assert "\n" not in summary.strip()
+    assert all(len(line) <= 78 for paragraph in others for line in paragraph.splitlines())
 
 
 def test_plan_prints_the_promised_bytes():
@@ -43,7 +54,7 @@ def test_plan_as_json():
         "engine, FP4 plan": True,
         "trainer, all on one card": False,
     }
-    assert answer["guidance_bytes_per_token"]["activations"] == 48 * 2048 * 3 // 16
+    assert answer["guidance_bytes_per_token"]["activations"] == 48 * (2048 // 64 * 19 + 2048 // 16) // 8
     experts = [m for m in answer["modules"] if m["name"] == "model.layers.3.mlp.experts"]
     assert experts[0]["is_quantized"] and experts[0]["guided"] == ["x"]
     caches = [m for m in answer["modules"] if m["kind"] == "kv"]
@@ -55,8 +66,8 @@ def test_plan_as_json():
     [
         (("plan", "gpt-4"), "neither a known model"),
         (("plan", "qwen3-30b-a3b", "--card", "tpu"), "unknown card 'tpu'"),
-        (("plan", "qwen3-30b-a3b", "--codec", "half"), "quantization.guidance: unknown value 'half'"),
-        (("plan", "qwen3-30b-a3b", "--layers", "first"), "unknown rule 'first'"),
+        (("plan", "qwen3-30b-a3b", "--codec", "half"), "error: --codec: unknown value 'half'"),
+        (("plan", "qwen3-30b-a3b", "--layers", "first"), "error: --layers: unknown rule 'first'"),
         (("plan", "qwen3-30b-a3b", "--sites", "x,y"), "unknown value 'y'"),
         (("plan", "qwen3-30b-a3b", "--exclude", "mlp.experts"), "matches no module"),
         (("train", "absent.toml"), "cannot be read"),
@@ -106,6 +117,8 @@ def test_doctor_names_every_op_and_its_backend():
     findings = json.loads(_run("doctor", "--json").stdout)
     versions = {row["package"]: row["version"] for row in findings["versions"]}
     assert versions["torch"] != "not installed"
+    assert {"cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "pyzmq"} <= set(versions)
+    assert "triton" not in versions
     assert findings["devices"][0]["device"] == "cpu"
     ops = {row["op"] for row in findings["ops"]}
     assert {"quantize", "dequantize", "guided_quantize", "grouped_matmul", "kv_append", "kv_attention"} <= ops
@@ -119,3 +132,18 @@ def test_report_says_where_it_wrote(tmp_path):
     assert result.exit_code == 0
     assert (tmp_path / "a" / "r.html").is_file()
     assert "r.html" in result.stdout
+
+
+def test_our_warnings_are_one_line_and_those_of_others_keep_their_place(monkeypatch, capsys):
+    def warned():
+        warnings.warn_explicit("scales were shared", UserWarning, main.__file__, 1)
+        warnings.warn_explicit("old", UserWarning, "/elsewhere/library.py", 7)
+
+    monkeypatch.setattr(main, "app", warned)
+    others = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda *warning: others.append(warning[2]))
+        main.run()
+    assert capsys.readouterr().err == "warning: scales were shared\n"
+    assert others == ["/elsewhere/library.py"]

@@ -14,6 +14,16 @@ def test_one_line_per_step(capsys):
     assert "2/20" in second and "-" in second
 
 
+def test_a_step_without_anything_to_train_on_says_why(capsys):
+    # Mutation: a hint at some skipped groups, or at none of none.
+    show = StepPrinter(total=3)
+    show({"step": 0, "reward_mean": 0.0, "groups": 2.0, "groups_skipped": 2.0})
+    show({"step": 1, "reward_mean": 0.5, "groups": 2.0, "groups_skipped": 1.0})
+    show({"step": 2, "groups": 0.0, "groups_skipped": 0.0})
+    hints = ["equal within every group" in line for line in capsys.readouterr().out.splitlines()]
+    assert hints == [True, False, False]
+
+
 def test_demo_events_carry_the_time(capsys):
     DemoPrinter()("warm start")
     out = capsys.readouterr().out

@@ -2,7 +2,6 @@
 protocol."""
 
 import math
-from dataclasses import fields
 
 import pytest
 import torch
@@ -38,6 +37,19 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(build, max_batch):
     expected = outputs(build().generate(prompts, params))
     assert outputs(build(max_batch=max_batch).generate(prompts, params)) == expected
     assert outputs(build().generate(prompts[:1], params)) == expected[:1]
+
+
+def test_kvq_3_chunks_of_any_size_give_the_same_codes_and_log_probs(build):
+    """Attention reads stored K and V also inside a chunk, so chunking shows nowhere, and neither do cached prefixes."""
+    prompt, params = [5, 1, 3, 2, 6, 8, 4, 9], sampled(4, temperature=0.0)
+    ((expected,),) = build(max_tokens_per_step=8).generate([prompt], params)
+    for size in (4, 3, 1):
+        ((c,),) = build(max_tokens_per_step=size, max_batch=1).generate([prompt], params)
+        assert (c.token_ids, c.logprobs) == (expected.token_ids, expected.logprobs)
+        for site, part in expected.record.sites.items():
+            assert torch.equal(c.record.sites[site].payload, part.payload)
+            assert torch.equal(c.record.sites[site].block_scales, part.block_scales)
+        assert torch.equal(c.record.routed, expected.record.routed)
 
 
 def test_n_samples_come_in_order_and_differ(engine):
@@ -85,20 +97,19 @@ def test_lengths_and_rows(engine, max_tokens):
             assert c.record.valid.all()
 
 
-def test_aln_6_end_token_length_and_abort_carry_a_record(engine):
-    """Rows for all inputs; for abort those that were computed.
+def test_aln_6_end_token_length_and_abort_carry_a_record(build):
+    """Rows for all inputs of the kept tokens; for abort those that were computed.
 
-    Stop strings and asynchronous scheduling, the other half of the case, are not offered: `SamplingParams` has
-    stop token ids only, and a step ends with its tokens known.
+    Asynchronous scheduling, the other half of the case, is not offered: a step ends with its tokens known.
     """
-    assert not {f.name for f in fields(SamplingParams)} & {"stop", "stop_strings"}
+    engine = build(decode=letters)
     (free,) = engine.generate([[1, 2, 3]], sampled(6, seed=1))
     stop = free[0].token_ids[3]
-    (stopped,) = engine.generate([[1, 2, 3]], sampled(6, seed=1, stop_token_ids=(stop,)))
+    (by_token,) = engine.generate([[1, 2, 3]], sampled(6, seed=1, stop_token_ids=(stop,)))
+    (by_text,) = engine.generate([[1, 2, 3]], sampled(6, seed=1, stop=(letters([stop]),), keeps_stop=True))
     assert free[0].record.length == 3 + 6 - 1
-    assert (
-        stopped[0].finish_reason == "stop" and stopped[0].record.length == 3 + len(stopped[0].token_ids) - 1
-    )
+    for row in (by_token, by_text):
+        assert row[0].finish_reason == "stop" and row[0].record.length == 3 + len(row[0].token_ids) - 1
     if not hasattr(engine, "abort"):
         pytest.skip("this engine cannot abort")
     request = engine.submit([1, 2, 3], sampled(6, seed=1, n=2))
@@ -110,6 +121,11 @@ def test_aln_6_end_token_length_and_abort_carry_a_record(engine):
     for c in aborted:
         assert c.record.length == 3 + len(c.token_ids) - 1
     assert aborted[0].token_ids == free[0].token_ids[: len(aborted[0].token_ids)]
+
+
+def letters(token_ids):
+    """A decoder for which every token is one character."""
+    return "".join(chr(ord("A") + token) for token in token_ids)
 
 
 def test_abort_in_the_middle_of_a_prompt_keeps_what_was_computed(build):

@@ -34,6 +34,10 @@ def counters(scale=1):
         mismatched_after=3 * scale,
         blocks_compared=3 * scale,
         blocks_mismatched=1 * scale,
+        values_clipped=torch.tensor(2 * scale),
+        values_in_band=torch.tensor(16 * scale),
+        syndrome_blocks=8 * scale,
+        blocks_undecoded=torch.tensor(1 * scale),
     )
     unmeasured = SiteCounts(values=32, positions=4, positions_guided=0, positions_missing=4, values_changed=0)
     routing = RoutingCounts(positions=4, positions_replayed=torch.tensor(3), positions_changed=1)
@@ -47,6 +51,14 @@ def test_counters_become_rates_and_what_was_not_measured_is_left_out():
     assert metrics["agreement/x/layer_0/mismatch_after"] == 3 / 48
     assert metrics["agreement/x/layer_0/scale_mismatch"] == 1 / 3
     assert metrics["agreement/x/layer_0/changed"] == 4 / 64
+    assert metrics["agreement/x/layer_0/clipped"] == 2 / 64
+    assert metrics["agreement/x/layer_0/followed"] == metrics["agreement/followed"] == 16 / 64
+    assert metrics["agreement/x/layer_0/undecoded"] == 1 / 8
+    assert not {
+        "agreement/k/layer_1/clipped",
+        "agreement/k/layer_1/followed",
+        "agreement/k/layer_1/undecoded",
+    } & set(metrics)
     assert metrics["agreement/k/layer_1/missing"] == 1.0
     assert "agreement/k/layer_1/mismatch_before" not in metrics
     assert metrics["agreement/missing"] == 5 / 8
@@ -89,3 +101,18 @@ def test_the_two_zeros_are_equal_and_everything_else_by_code():
 def test_more_mismatches_than_comparisons_are_refused():
     with pytest.raises(ConfigError, match=r"mismatched_after .* got 3; allowed is 0 \.\. 2"):
         AgreementCounts(compared=2, mismatched_after=3)
+
+
+def test_a_site_with_no_value_in_the_band_followed_nothing_and_an_unguided_one_has_no_share():
+    counts = {
+        "values": 32,
+        "positions": 2,
+        "positions_guided": 2,
+        "positions_missing": 0,
+        "values_changed": 0,
+    }
+    closed = AgreementCounts.from_site(SiteCounts(**counts, values_in_band=torch.tensor(0)))
+    assert closed.rates()["followed"] == 0.0
+    assert "followed" not in AgreementCounts.from_site(SiteCounts(**counts)).rates()
+    with pytest.raises(ConfigError, match=r"in_band .* got 33; allowed is 0 \.\. 32"):
+        AgreementCounts(guidable=32, in_band=33)

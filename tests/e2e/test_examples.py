@@ -29,8 +29,8 @@ def _numbers(pattern: str, text: str) -> list[float]:
     return [float(found) for found in re.findall(pattern, text)]
 
 
-def test_there_are_three_examples():
-    assert [path.name[:3] for path in EXAMPLES] == ["01_", "02_", "03_"]
+def test_there_are_five_examples():
+    assert [path.name[:3] for path in EXAMPLES] == ["01_", "02_", "03_", "04_", "05_"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -53,10 +53,26 @@ def test_record_and_replay(tmp_path):
     assert moved[0] == 0 and 0 < moved[1] < 5
 
 
+def test_fp4_checkpoint(tmp_path):
+    text = _run("04_fp4_checkpoint.py", tmp_path)
+    assert text.count("True") == 2 and "False" not in text
+    before, after = _numbers(r"([\d.]+) MB", text)
+    assert after < before / 2
+
+
 def test_grpo_tiny_moe(tmp_path):
     text = _run("03_grpo_tiny_moe.py", tmp_path, str(tmp_path / "work"))
     assert _numbers(r"step (\d+):", text) == [float(step) for step in range(6)]
     assert all(0 < value < 0.1 for value in _numbers(r"mean \|d log p\| ([\d.]+)", text))
-    # hidden 64 and K, V of 32 values at 1.5 bits, in two layers
-    assert set(_numbers(r"guidance (\d+) bytes", text)) == {2 * (12 + 6 + 6)}
+    # x of 64, K and V of 32 values in two layers: each a syndrome in three bytes, and its scales' bits in one
+    assert set(_numbers(r"guidance (\d+) bytes", text)) == {2 * 3 * (3 + 1)}
     assert sorted(path.name for path in (tmp_path / "work" / "run" / "checkpoints").iterdir())
+
+
+def test_multi_turn(tmp_path):
+    text = _run("05_multi_turn.py", tmp_path, str(tmp_path / "work"))
+    assert _numbers(r"step (\d+):", text) == [float(step) for step in range(6)]
+    # two or three terms, so a policy that learned from demonstrations calls once or twice
+    assert all(0.5 < calls <= 3 for calls in _numbers(r"calls ([\d.]+)", text))
+    assert all(reward > 0 for reward in _numbers(r"reward ([\d.]+)", text))
+    assert all(0 < value < 0.1 for value in _numbers(r"mean \|d log p\| ([\d.]+)", text))

@@ -24,6 +24,7 @@ SETTINGS = {
     "task__reward": "tests.rl.tiny_runs:share_plain",
     "train__optimizer_steps_per_rollout": 2,
     "train__rollout_ahead": 1,
+    "records__store": "directory",
 }
 
 

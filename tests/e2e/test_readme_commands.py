@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,8 @@ def quoted_commands() -> list[str]:
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the files that the README speaks of: the demo's, a checkpoint, a JSONL task, the recipes."""
-    run_demo(tmp_path / "runs" / "demo", settings=MINIATURE)
+    wide = replace(MINIATURE.shape, expert_size=32)  # a whole MXFP4 block
+    run_demo(tmp_path / "runs" / "demo", settings=replace(MINIATURE, shape=wide))
     start = tmp_path / "runs" / "demo" / "start"
     (tmp_path / "checkpoints").mkdir()
     for name in ("my-model", "my-qwen3-moe"):
@@ -45,6 +47,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("train", "held_out"):
         rows = [json.dumps({"prompt": f"What is {i} + 1?", "answer": str(i + 1)}) for i in range(8)]
         (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    texts = [json.dumps({"text": f"{i} + {j} = {i + j}"}) for i in range(16) for j in range(16)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(texts), encoding="utf-8")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -67,3 +71,4 @@ def test_every_quoted_command_runs_in_order(places: Path) -> None:
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, f"{command}\n{result.output}\n{result.exception!r}"
     assert (places / "runs" / "tiny_arithmetic" / "report.html").exists()
+    assert {path.name for path in (places / "checkpoints").iterdir()} >= {"trained-nvfp4", "my-model-w4a4"}

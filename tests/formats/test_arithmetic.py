@@ -5,8 +5,10 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch._dynamo
 from tests.assertions import assert_bitwise
 from tests.formats.test_grid import ALL_BF16, FINITE_BF16
+from torch._dynamo.utils import counters
 
 from tracefp4.formats.arithmetic import CONTROL, EMULATED, NATIVE, round_bf16, round_bf16_
 
@@ -84,3 +86,41 @@ def test_arithmetics():
         torch.bfloat16,
     )
     assert EMULATED.rounds_probabilities and not CONTROL.rounds_probabilities and not NATIVE.emulates_bf16
+
+
+LOWER_HALVES = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+EVERY_NEIGHBOURHOOD = (
+    (torch.arange(-(2**15), 2**15, dtype=torch.int32)[:, None] << 16) + LOWER_HALVES
+).view(torch.float32)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_rounding_is_the_rounding(backend):
+    # Mutations: a cast to bf16 and back, which inductor drops; ties away from even; a carry out of a NaN.
+    torch._dynamo.reset()
+    compiled = torch.compile(round_bf16, backend=backend, fullgraph=True, dynamic=True)
+    beyond = torch.tensor([3.4e38, 1e300, -1e300, 2.0**-150, -0.0], dtype=torch.float64)
+    for x in (EVERY_NEIGHBOURHOOD, torch.cat([EVERY_NEIGHBOURHOOD.double().flatten(), beyond])):
+        found, expected = compiled(x), round_bf16(x)
+        is_nan = expected.isnan()
+        assert torch.equal(found.isnan(), is_nan)
+        assert_bitwise(found[~is_nan], expected[~is_nan])
+
+
+def test_compiled_rounding_of_float64_asks_no_values():
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(round_bf16, backend="eager")
+    x = torch.tensor([1.0, 3.4e38, -1e300], dtype=torch.float64)
+    assert_bitwise(compiled(x), round_bf16(x))
+    assert not counters["graph_break"], "a question about values breaks the graph"
+
+
+def test_res_3_compiled_rounding_does_not_compile_again_for_every_shape():
+    # Mutation: a question about values or sizes inside the rounding.
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        compiled = torch.compile(round_bf16, backend="eager", fullgraph=True)
+        for shape in [*[(n, 64) for n in range(1, 41)], (2, 7, 64), (2, 9, 64), (4, 2, 7, 64), (7,), (9,)]:
+            x = torch.randn(shape)
+            assert_bitwise(compiled(x), round_bf16(x))

@@ -5,7 +5,9 @@ import torch
 from tests.assertions import assert_bitwise
 
 from tracefp4.errors import FormatError
-from tracefp4.formats.packing import pack_bits, pack_codes, unpack_bits, unpack_codes
+from tracefp4.formats.packing import HalfPacked, pack_bits, pack_codes, pack_halves, unpack_bits, unpack_codes
+from tracefp4.formats.schemes import MXFP4_FLOOR
+from tracefp4.formats.tensor import BlockTensor
 
 
 def test_even_index_lies_in_the_low_nibble():
@@ -17,6 +19,36 @@ def test_all_pairs_of_codes_round_trip():
     codes = unpack_codes(bytes_)
     assert codes[0x21 * 2 : 0x21 * 2 + 2].tolist() == [1, 2]
     assert_bitwise(pack_codes(codes), bytes_)
+
+
+def test_lay_1_the_two_layouts_of_a_block_as_bytes():
+    codes = (torch.arange(32) % 8).to(torch.uint8)
+    assert bytes(pack_codes(codes).tolist()) == bytes.fromhex("10325476" * 4)
+    halves = pack_halves(codes, block_size=32)
+    assert bytes(halves.packed.tolist()) == bytes(j % 8 * 0x11 for j in range(16))
+    assert_bitwise(halves.codes(), codes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size"), [((64,), 32), ((3, 64), 32), ((2, 0, 32), 32), ((2, 48), 16)]
+)
+def test_lay_1_halves_round_trip(shape, block_size):
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8)
+    halves = pack_halves(codes, block_size=block_size)
+    assert halves.packed.shape == (*shape[:-1], shape[-1] // 2)
+    assert_bitwise(halves.codes(), codes)
+    if codes.numel():
+        assert not torch.equal(halves.packed, pack_codes(codes))
+
+
+def test_lay_1_halves_are_never_read_as_pairs():
+    halves = pack_halves(torch.arange(32, dtype=torch.uint8) % 16, block_size=32)
+    with pytest.raises(FormatError, match=r"unpack_codes reads codes packed in pairs; got HalfPacked"):
+        unpack_codes(halves)
+    scales = {"block_scales": torch.zeros(1, dtype=torch.uint8), "outer": torch.zeros((), dtype=torch.int8)}
+    with pytest.raises(FormatError, match="needs packed as a tensor of pairs; got HalfPacked"):
+        BlockTensor(packed=halves, scheme=MXFP4_FLOOR, **scales)
+    assert isinstance(halves, HalfPacked)
 
 
 def test_bit_i_of_byte_j_is_value_8j_plus_i():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tracefp4.formats.scheme import NVFP4_KV, NVFP4_ROW_POW2
+from tracefp4.formats.schemes import NVFP4_KV, NVFP4_ROW_POW2
 from tracefp4.guidance import Record, RecordIdentity, SequenceRows, Site, StepLog, round_site, route_site
 from tracefp4.guidance.record import SITE_KINDS
 from tracefp4.guidance.session import record

@@ -3,6 +3,7 @@ import torch
 from tests.guidance.sample_records import (
     K0,
     TOP_K,
+    W0,
     X0,
     X1,
     activations,
@@ -12,8 +13,10 @@ from tests.guidance.sample_records import (
     router_logits,
 )
 
-from tracefp4.errors import RecordError
-from tracefp4.guidance import SequenceRows, StepLog, records_equal, route_site
+from tracefp4.coding import CODECS, codec_by_name
+from tracefp4.errors import ConfigError, RecordError
+from tracefp4.formats.schemes import NVFP4_ROW_POW2
+from tracefp4.guidance import SequenceRows, StepLog, records_equal, round_site, route_site
 from tracefp4.guidance.session import record
 
 
@@ -34,8 +37,8 @@ def step(log, tokens, *, sites=(X0, K0), routes=True):
     return first
 
 
-def new_log():
-    return StepLog(sites=[X0, K0], routed_layers=[0], num_experts=8)
+def new_log(codecs=None):
+    return StepLog(sites=[X0, K0], codecs=codecs, routed_layers=[0], num_experts=8)
 
 
 def alone(trajectory, length, **more):
@@ -58,6 +61,47 @@ def test_sequences_of_mixed_steps_equal_sequences_run_alone():
     built = log.build([SequenceRows(identity=identity(t), rows=rows[t]) for t in (2, 0, 1)])
     for trajectory, found in zip((2, 0, 1), built, strict=True):
         assert records_equal(found, alone(trajectory, len(rows[trajectory])))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_log_that_encodes_builds_what_recoding_a_whole_record_gives(name):
+    # Mutation: a codec that reads across rows, or a log that keeps whole codes.
+    codecs = {X0: name, K0: "mantissa+coset1"}
+    whole, lean = new_log(), new_log(codecs)
+    rows = {0: [], 1: []}
+    for tokens in ([(0, 0), (1, 0), (0, 1)], [(1, 1), (0, 2)], [(0, 3)]):
+        first = step(whole, tokens)
+        assert step(lean, tokens) == first
+        for place, (trajectory, _) in enumerate(tokens):
+            rows[trajectory].append(first + place)
+    sequences = [SequenceRows(identity=identity(t), rows=rows[t], cache_rows=rows[t][::-1]) for t in rows]
+    for expected, found in zip(whole.build(sequences), lean.build(sequences), strict=True):
+        assert records_equal(found, expected.recode(codecs))
+
+
+def test_res_1_a_log_holds_the_bytes_of_its_records_and_not_one_byte_a_value():
+    # Mutation: codes kept unpacked until a record is built (1 + 1/16 bytes a value).
+    x = torch.randn(64, 2048, generator=torch.Generator().manual_seed(0))
+    per_value = {}
+    for name in ("full", "mantissa", "secded", "bch256_3+bch128_2"):
+        log = StepLog(sites=[X0], codecs={X0: name})
+        log.begin_step(num_tokens=64)
+        with record(log):
+            round_site(x, site=X0, scheme=NVFP4_ROW_POW2)
+        log.end_step()
+        row = codec_by_name(name).row_bytes(2048, block_size=16) + 1
+        assert log.num_bytes == 64 * row
+        assert sum(a.untyped_storage().nbytes() for a in log._steps[X0].payload) <= log.num_bytes
+        per_value[name] = log.num_bytes / x.numel()
+    assert per_value["full"] == 0.5 + 1 / 16 + 1 / 2048
+    assert per_value["bch256_3+bch128_2"] < 0.0145
+
+
+def test_codecs_of_sites_that_are_not_recorded_are_refused():
+    with pytest.raises(ConfigError, match=r"got \['layers\.1\.x'\]\. Its sites are \['layers\.0\.x'\]"):
+        StepLog(sites=[X0], codecs={X0: "secded", X1: "secded"})
+    with pytest.raises(ConfigError, match="got 'auto'"):
+        StepLog(sites=[X0], codecs={X0: "auto"})
 
 
 def test_lif_1_a_shared_prompt_gives_every_sequence_the_original_rows():
@@ -143,3 +187,40 @@ def test_partial_validity_travels_with_the_record():
     valid = torch.tensor([True, False])
     found = log.build([SequenceRows(identity=identity(), rows=[0, 1], valid=valid)])[0]
     assert found.valid.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("per_token", [(2, 1), (1, 2)])
+def test_aln_6_a_site_whose_rows_per_token_change_between_steps_is_refused(per_token):
+    # Mutation: the last step's rows per token are taken for all: rows of earlier steps then go to other tokens.
+    log = StepLog(sites=[W0])
+    for step, rows in enumerate(per_token):
+        log.begin_step(num_tokens=4)
+        with record(log):
+            if step:
+                with pytest.raises(RecordError, match="changed its layout between two steps"):
+                    round_at(W0, activations(0, range(4), site=W0, rows=rows))
+                log.abandon_step()
+            else:
+                round_at(W0, activations(0, range(4), site=W0, rows=rows))
+                log.end_step()
+    assert log.num_rows == 4
+
+
+def test_a_step_without_tokens_and_an_abandoned_first_step_say_nothing_of_the_layout():
+    log, rows = StepLog(sites=[W0]), []
+    for num_tokens, per_token, is_kept in (
+        (3, 1, False),
+        (0, TOP_K, True),
+        (2, TOP_K, True),
+        (0, TOP_K, True),
+    ):
+        first = log.begin_step(num_tokens=num_tokens)
+        with record(log):
+            round_at(W0, activations(0, range(num_tokens), site=W0, rows=per_token))
+        if is_kept:
+            log.end_step()
+            rows += range(first, first + num_tokens)
+        else:
+            log.abandon_step()
+    built = log.build([SequenceRows(identity=identity(), rows=rows)])[0]
+    assert records_equal(built, recorded(length=2, sites=[W0], routed_layers=()))

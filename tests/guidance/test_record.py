@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,14 +14,29 @@ from tests.guidance.sample_records import (
     X0,
     X1,
     activations,
+    identity,
     recorded,
     round_at,
 )
 
+from tracefp4.coding import CODECS, codec_by_name
 from tracefp4.errors import ConfigError, RecordError
-from tracefp4.guidance import ReplayBatch, codec_by_name, concat, recode_all, records_equal
-from tracefp4.guidance.record import SiteRecord
+from tracefp4.formats.schemes import MXFP4_EVEN
+from tracefp4.guidance import (
+    ReplayBatch,
+    SequenceRows,
+    Site,
+    StepLog,
+    concat,
+    recode_all,
+    records_equal,
+    round_site,
+)
+from tracefp4.guidance.payload import encode_block_scales, encode_codes
+from tracefp4.guidance.record import site_by_name
+from tracefp4.guidance.session import record as record_to
 from tracefp4.guidance.session import replay
+from tracefp4.guidance.site_record import SiteRecord
 
 
 def test_aln_1_a_completion_has_one_row_less_than_tokens_and_the_last_token_is_absent():
@@ -70,9 +86,15 @@ def test_aln_3_tokens_cut_without_their_record_raise():
 
 
 @settings(max_examples=25, deadline=None)
-@given(length=st.integers(0, 7), cut=st.integers(0, 7), keep=st.integers(0, 12), start=st.integers(0, 3))
-def test_aln_3_truncate_and_concat_are_inverse_index_arithmetic(length, cut, keep, start):
-    record = recorded(length=length, start=start, sites=(X0, K0, W0), routed_layers=(0,))
+@given(
+    length=st.integers(0, 7),
+    cut=st.integers(0, 7),
+    keep=st.integers(0, 12),
+    start=st.integers(0, 3),
+    codec=st.sampled_from(CODECS),
+)
+def test_aln_3_truncate_and_concat_are_inverse_index_arithmetic(length, cut, keep, start, codec):
+    record = recorded(length=length, start=start, sites=(X0, K0, W0), routed_layers=(0,)).recode(codec)
     cut = min(cut, length)
     first, second = record.rows(0, cut), record.rows(cut, length)
     joined = concat(first, second)
@@ -112,20 +134,97 @@ def test_ver_1_every_position_keeps_the_version_of_the_weights_that_computed_it(
 def test_recode_keeps_the_mantissa_bits_and_the_reverse_is_refused():
     full = recorded()
     lean = full.recode("mantissa")
-    codes = codec_by_name("full").guide_codes(full.sites[X0].payload)
-    assert torch.equal(codec_by_name("mantissa").guide_bits(lean.sites[X0].payload), codes & 1)
+    assert torch.equal(lean.sites[X0].guide_parts()["bits"], full.sites[X0].codes() & 1)
     assert full.recode("full") is full
     with pytest.raises(RecordError, match=r"'mantissa' .* cannot become 'full'"):
         lean.recode("full")
-    with pytest.raises(ConfigError, match=r"got 'mantisa'.*full, mantissa"):
+    with pytest.raises(ConfigError, match=r"got 'mantisa'.*full, low2, mantissa"):
         full.recode("mantisa")
 
 
-def test_recode_all_equals_recoding_one_by_one():
+@pytest.mark.parametrize("name", CODECS)
+def test_a_full_record_becomes_any_codec_and_no_other_record_does(name):
+    full = recorded()
+    kept = full.recode(name)
+    codec = codec_by_name(name)
+    for site, part in full.sites.items():
+        assert kept.sites[site].codec == name
+        assert torch.equal(kept.sites[site].payload, encode_codes(part.codes(), codec=codec))
+        assert torch.equal(kept.sites[site].block_scales, encode_block_scales(part.block_scales, codec=codec))
+        assert kept.sites[site].exponent is part.exponent
+    assert kept.recode(name) is kept
+    for other in {"full", "secded"} - {name}:
+        if name != "full":
+            with pytest.raises(RecordError, match=rf"'{re.escape(name)}' .* cannot become '{other}'"):
+                kept.recode(other)
+
+
+def test_codecs_may_differ_by_site_and_sites_without_one_keep_theirs():
+    full = recorded()
+    codecs = {X0: "secded", K0: "mantissa_lean"}
+    mixed = full.recode(codecs)
+    assert {site: part.codec for site, part in mixed.sites.items()} == {
+        X0: "secded", K0: "mantissa_lean", X1: "full", W0: "full",
+    }  # fmt: skip
+    assert mixed.recode(codecs) is mixed
+    assert mixed.recode({X1: "low2"}).sites[X1].codec == "low2"
+    with pytest.raises(RecordError, match=r"'secded' of layers\.0\.x cannot become 'full'"):
+        mixed.recode("full")
+    with pytest.raises(ConfigError, match="got 'quarter'"):
+        full.recode({Site("v", 9): "quarter"})
+    for one, many in zip([mixed], recode_all([full], codecs), strict=True):
+        assert records_equal(one, many)
+        assert many.sites[X1] is full.sites[X1]
+
+
+def test_whole_codes_are_only_read_where_all_was_kept():
+    full = recorded(sites=(X0,))
+    assert full.sites[X0].is_whole
+    for name in ("mantissa", "full+coset2"):
+        part = full.recode(name).sites[X0]
+        assert not part.is_whole
+        with pytest.raises(
+            RecordError, match=rf"got a site record of codec '{re.escape(name)}'.*Only 'full'"
+        ):
+            part.codes()
+
+
+def test_mxfp4_blocks_of_32_have_half_as_many_scales():
+    x = activations(0, range(3))
+    log = StepLog(sites=[X0], codecs={X0: "parity8+coset1"})
+    log.begin_step(num_tokens=3)
+    with record_to(log):
+        rounded = round_site(x, site=X0, scheme=MXFP4_EVEN)
+    log.end_step()
+    (made,) = log.build([SequenceRows(identity=identity(), rows=range(3))])
+    part = made.sites[X0]
+    assert (part.block_size, part.num_blocks, part.static_exponent) == (32, 1, 0)
+    assert torch.equal(part.block_scales, rounded.block_scales & 1)
+    assert made.num_bytes().codec == 3 * codec_by_name("parity8+coset1").row_bytes(WIDTH, block_size=32)
+    with pytest.raises(RecordError, match="blocks of 16 needs"):
+        replace(part, codec="parity8+raw", block_size=16)
+    with pytest.raises(RecordError, match=r"block_size 8 .*\(16, 32\)"):
+        replace(part, block_size=8)
+
+
+def test_sites_have_names_that_are_read_back():
+    for site in (X0, K0, Site("v", 39), W0):
+        assert site_by_name(str(site)) == site
+    for wrong in ("layers.0.q", "layers.x.0", "0.x", "layers.-1.x", "layers.0.x "):
+        with pytest.raises(RecordError, match="No site is called"):
+            site_by_name(wrong)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_recode_all_equals_recoding_one_by_one(codec):
+    records = [recorded(0, length=4), recorded(1, length=0), recorded(2, length=7, sites=(X0, W0))]
+    for one, many in zip([r.recode(codec) for r in records], recode_all(records, codec), strict=True):
+        assert records_equal(one, many)
+
+
+def test_recode_all_keeps_what_is_recoded_and_what_is_absent():
     records = [recorded(0, length=4), recorded(1, length=0), recorded(2, length=7, sites=(X0, W0))]
     one_by_one = [part.recode("mantissa") for part in records]
-    for one, many in zip(one_by_one, recode_all(records, "mantissa"), strict=True):
-        assert records_equal(one, many)
     assert recode_all(one_by_one, "mantissa") == one_by_one
     assert recode_all([], "mantissa") == []
     first, second = recode_all([None, records[0]], "mantissa")
@@ -136,16 +235,20 @@ def test_recode_all_equals_recoding_one_by_one():
 def test_bytes_per_token_are_the_published_ones():
     """Hidden 2048, 40 layers: full 46,080 bytes a token, one bit 15,360."""
     full, lean = codec_by_name("full"), codec_by_name("mantissa")
-    assert (full.bits_per_value, lean.bits_per_value) == (4.5, 1.5)
-    assert full.bits_per_value * 2048 * 40 / 8 == 46_080
-    assert lean.bits_per_value * 2048 * 40 / 8 == 15_360
+    assert (full.bits_per_value(), lean.bits_per_value()) == (4.5, 1.5)
+    assert full.row_bytes(2048, block_size=16) * 40 == 46_080
+    assert lean.row_bytes(2048, block_size=16) * 40 == 15_360
     record = recorded(length=10, sites=(X0, X1))
     held = record.num_bytes()
-    assert held.codec == full.bits_per_value * WIDTH * 2 * 10 / 8
+    assert held.codec == full.bits_per_value() * WIDTH * 2 * 10 / 8
     assert held.exponents == 2 * 10
-    assert held.routed == 2 * 2 * TOP_K * 10
+    assert held.routed == 2 * TOP_K * 10  # two layers, a byte an id
     assert held.total == held.codec + held.exponents + held.routed
-    assert record.recode("mantissa").num_bytes().codec == lean.bits_per_value * WIDTH * 2 * 10 / 8
+    both = recorded(length=10, sites=(X0, K0))
+    parts = [both.num_bytes(kinds=kinds) for kinds in (("x", "w2"), ("k", "v"))]
+    assert [part.routed for part in parts] == [0, 0] and parts[1].exponents == 0
+    assert sum(part.total for part in parts) == both.num_bytes().total - both.num_bytes().routed
+    assert record.recode("mantissa").num_bytes().codec == lean.bits_per_value() * WIDTH * 2 * 10 / 8
 
 
 def test_moe_3_a_record_with_a_shared_expert_slot_or_a_repeated_id_raises():
@@ -180,7 +283,12 @@ def test_arrays_of_unequal_length_are_refused():
         replace(part, width=64)
     with pytest.raises(RecordError, match="either row exponents or one static exponent"):
         SiteRecord(
-            codec="full", payload=part.payload, block_scales=part.block_scales, exponent=None, width=WIDTH
+            codec="full",
+            payload=part.payload,
+            block_scales=part.block_scales,
+            exponent=None,
+            width=WIDTH,
+            block_size=16,
         )
 
 
@@ -189,3 +297,29 @@ def test_check_shows_both_digests():
     record.check(scheme_digest="5c4e3e0000000001", plan_digest="91a0000000000002")
     with pytest.raises(RecordError, match=r"scheme digest is '5c4e3e0000000001', this side's is 'ffff'"):
         record.check(scheme_digest="ffff", plan_digest="91a0000000000002")
+
+
+def test_res_1_a_compacted_part_owns_its_bytes_and_a_view_does_not():
+    # The case: 3,200 bytes kept must not hold an array of 3,200,000. Mutation: compact returns self.
+    whole = recorded(length=200, weight_versions=torch.arange(200, dtype=torch.int32))
+    kept = whole.rows(190, 200)
+
+    def held(record):
+        arrays = [record.valid, record.routed, record.versions()]
+        arrays += [
+            a for p in record.sites.values() for a in (p.payload, p.block_scales, p.exponent) if a is not None
+        ]
+        return sum(array.untyped_storage().nbytes() for array in arrays)
+
+    own = kept.compact()
+    assert records_equal(own, kept)
+    assert held(own) == own.num_bytes().total + 10 * (1 + 4)
+    assert held(kept) == held(whole) == 20 * held(own)
+
+
+def test_a_reference_under_another_static_exponent_is_refused():
+    record = recorded(length=4)
+    moved = replace(record, sites={K0: replace(record.sites[K0], static_exponent=5)})
+    batch = ReplayBatch(positions=torch.arange(4)[None], records=[None], references=[moved])
+    with replay(batch), pytest.raises(RecordError, match=r"its exponent is 5, this side's is -2"):
+        round_at(K0, activations(0, range(4), site=K0))

@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -12,15 +12,27 @@ from tests.guidance.sample_records import (
     X0,
     X1,
     activations,
+    identity,
     recorded,
     round_at,
     router_logits,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tracefp4.coding import CODECS
 from tracefp4.errors import ConfigError, RecordError
-from tracefp4.formats.scheme import NVFP4_ROW_POW2
-from tracefp4.guidance import ReplayBatch, codec_by_name, record_from_bytes, record_to_bytes, route_site
-from tracefp4.guidance.session import replay
+from tracefp4.formats.packing import pack_codes
+from tracefp4.formats.schemes import NVFP4_ROW_POW2
+from tracefp4.guidance import (
+    ReplayBatch,
+    SequenceRows,
+    StepLog,
+    record_from_bytes,
+    record_to_bytes,
+    route_site,
+)
+from tracefp4.guidance.columns import columns_to_record, record_to_columns
+from tracefp4.guidance.session import record, replay
 from tracefp4.ops.guided_quantize import guided_quantize
 
 LENGTHS = (10, 6, 8)
@@ -49,9 +61,13 @@ def sample_records(codec: str = "full"):
     return [recorded(row, length=length).recode(codec) for row, length in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("codec", ["full", "mantissa"])
+def decisions(guide):
+    return next(part for part in (guide.codes, guide.bits, guide.syndromes) if part is not None)
+
+
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("site", [X0, X1, K0], ids=str)
+@pytest.mark.parametrize("site", [X0, K0], ids=str)
 def test_replaying_equal_values_changes_nothing(codec, side, site):
     positions = padded_positions(side)
     batch = ReplayBatch(positions=positions, records=sample_records(codec), references=sample_records())
@@ -68,9 +84,11 @@ def test_replaying_equal_values_changes_nothing(codec, side, site):
     assert counts.values_compared == sum(LENGTHS) * x.shape[1]
     assert (counts.values_changed, counts.mismatched_before, counts.mismatched_after) == (0, 0, 0)
     assert counts.blocks_mismatched == 0
+    assert counts.values_in_band == sum(LENGTHS) * x.shape[1]
+    assert counts.blocks_undecoded == 0
 
 
-@pytest.mark.parametrize("codec", ["full", "mantissa"])
+@pytest.mark.parametrize("codec", ["full", "low2", "mantissa", "mantissa_lean", "secded", "bch64_3"])
 def test_guidance_removes_the_mismatch_that_noise_makes(codec):
     positions = padded_positions("right")
     batch = ReplayBatch(positions=positions, records=sample_records(codec), references=sample_records())
@@ -82,9 +100,35 @@ def test_guidance_removes_the_mismatch_that_noise_makes(codec):
     assert counts.values_changed > 0
 
 
-@pytest.mark.parametrize("codec", ["full", "mantissa"])
+@pytest.mark.parametrize(("name", "blocks"), [("full", 0), ("secded", 2), ("bch32_2+parity4", 1 + 1)])
+def test_syndrome_blocks_are_those_of_guided_rows(name, blocks):
+    # Width 32, two block scales; w2 has TOP_K rows a token. Mutation: padding or rows without a record counted.
+    positions = padded_positions("right", extra=2)
+    batch = ReplayBatch(positions=positions, records=[*sample_records(name)[:2], None])
+    for site, rows in ((X0, 1), (W0, TOP_K)):
+        with replay(batch):
+            round_at(site, batch_values(positions, site=site, rows=rows))
+        counts = batch.counters.sites[site].resolved()
+        assert counts.syndrome_blocks == blocks * rows * sum(LENGTHS[:2])
+        assert counts.values_in_band == rows * sum(LENGTHS[:2]) * 32
+
+
+def test_syndrome_blocks_that_no_small_change_explains_are_counted_and_stay_nearest():
+    # Records of other trajectories: half of all bits differ.
+    positions = padded_positions("right")
+    strangers = [recorded(row + 50, length=n, sites=(X0,)) for row, n in enumerate(LENGTHS)]
+    batch = ReplayBatch(
+        positions=positions, records=[r.recode("bch32_2+raw") for r in strangers], references=strangers
+    )
+    with replay(batch):
+        round_at(X0, batch_values(positions))
+    counts = batch.counters.sites[X0].resolved()
+    assert 0 < counts.blocks_undecoded < counts.syndrome_blocks == sum(LENGTHS)
+
+
+@pytest.mark.parametrize(("codec", "share"), [("full", 0.3), ("mantissa", 0.3), ("secded", 0.15)])
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_a_record_shifted_by_one_position_is_seen_by_the_counters(codec, shift):
+def test_a_record_shifted_by_one_position_is_seen_by_the_counters(codec, share, shift):
     positions = padded_positions("right")
     shifted = [
         replace(record, start=1) if shift == 1 else replace(record.rows(1, record.length), start=0)
@@ -98,8 +142,8 @@ def test_a_record_shifted_by_one_position_is_seen_by_the_counters(codec, shift):
             route_site(0, router_logits(0, range(positions.numel())), top_k=TOP_K)
         seen[name] = batch.counters.sites[X0].resolved()
     assert seen["aligned"].mismatched_after == 0
-    assert seen["shifted"].mismatched_after > 0.3 * seen["shifted"].values_compared
-    assert seen["shifted"].values_changed > 20 * seen["aligned"].values_changed
+    assert seen["shifted"].mismatched_after > share * seen["shifted"].values_compared
+    assert seen["shifted"].values_changed > 10 * seen["aligned"].values_changed
 
 
 def test_places_without_a_decision_are_invalid():
@@ -157,27 +201,29 @@ def test_packed_rows_address_records_by_index():
         ReplayBatch(positions=positions, records=records, record_index=owners + 1)
 
 
-def test_pad_6_left_padding_by_three_leaves_every_decision_where_it_was():
-    record = recorded(length=6)
+@pytest.mark.parametrize("codec", CODECS)
+def test_pad_6_left_padding_by_three_leaves_every_decision_where_it_was(codec):
+    record = recorded(length=6).recode(codec)
     alone = ReplayBatch(positions=torch.arange(7)[None], records=[record])
     padded = ReplayBatch(positions=torch.cat([torch.full((3,), -1), torch.arange(7)])[None], records=[record])
     for site in (X0, K0):
         first, second = alone.guide(site), padded.guide(site)
         assert not second.valid[:3].any()
         assert torch.equal(second.valid[3:], first.valid)
-        assert torch.equal(second.codes[3:9], first.codes[:6])
+        assert torch.equal(decisions(second)[3:9], decisions(first)[:6])
         assert torch.equal(second.block_scales[3:9], first.block_scales[:6])
 
 
 @pytest.mark.parametrize(
     "parts", [([0, 1, 6, 7], [2, 3, 4, 5]), ([0, 1, 2, 3], [4, 5, 6, 7])], ids=["zigzag", "contiguous"]
 )
-def test_pad_5_records_follow_whatever_split_the_positions_follow(parts):
-    record = recorded(length=8)
+@pytest.mark.parametrize("codec", ["full", "mantissa_lean", "secded"])
+def test_pad_5_records_follow_whatever_split_the_positions_follow(parts, codec):
+    record = recorded(length=8).recode(codec)
     whole = ReplayBatch(positions=torch.arange(8)[None], records=[record]).guide(X0)
     for part in parts:
         own = ReplayBatch(positions=torch.tensor([part]), records=[record]).guide(X0)
-        assert torch.equal(own.codes, whole.codes[part])
+        assert torch.equal(decisions(own), decisions(whole)[part])
         assert torch.equal(own.block_scales, whole.block_scales[part])
 
 
@@ -261,10 +307,10 @@ def test_without_references_nothing_is_compared():
 
 def test_zero_and_negative_zero_are_equal_in_counts():
     record = recorded(length=6)
-    codes = codec_by_name("full").guide_codes(record.sites[X0].payload)
+    codes = record.sites[X0].codes()
     is_zero = (codes & 7) == 0
     assert is_zero.any()
-    payload = codec_by_name("full").encode(torch.where(is_zero, codes ^ 8, codes))
+    payload = pack_codes(torch.where(is_zero, codes ^ 8, codes))
     reference = replace(record, sites={X0: replace(record.sites[X0], payload=payload)})
     batch = ReplayBatch(positions=torch.arange(6)[None], records=[record], references=[reference])
     with replay(batch):
@@ -294,6 +340,13 @@ def test_records_that_do_not_belong_together_raise():
     other = replace(lean, identity=replace(lean.identity, plan_digest="other"))
     with pytest.raises(RecordError, match="different rules"):
         ReplayBatch(positions=positions, records=[lean, other])
+    foreign = replace(full, identity=replace(full.identity, scheme_digest="other"))
+    # Mutation: references are not looked at; agreement would compare codes of two schemes.
+    for records, references in (([full, None], [foreign, None]), ([None, None], [full, foreign])):
+        with pytest.raises(
+            RecordError, match=r"different rules; got.*'other'.*of references\. All must be equal"
+        ):
+            ReplayBatch(positions=positions, records=records, references=references)
     with pytest.raises(RecordError, match="codec 'mantissa'"):
         ReplayBatch(positions=positions, records=[full, None], references=[lean, None]).reference(X0)
 
@@ -314,7 +367,7 @@ def test_records_read_from_bytes_guide_the_same():
     second = ReplayBatch(positions=positions, records=[back]).guide(X0)
     assert torch.equal(first.bits, second.bits)
     assert torch.equal(first.block_scales, second.block_scales)
-    assert torch.equal(first.exponent, second.exponent)
+    assert torch.equal(first.outer, second.outer)
 
 
 def test_empty_batches_and_empty_records_are_fine():
@@ -323,3 +376,54 @@ def test_empty_batches_and_empty_records_are_fine():
         assert round_at(X0, torch.zeros(0, 32)).values.shape == (0, 32)
         assert route_site(0, torch.zeros(0, NUM_EXPERTS), top_k=TOP_K).shape == (0, TOP_K)
     assert batch.counters.total().values == 0
+
+
+@pytest.mark.parametrize("codec", ["full", "mantissa_lean", "secded", "bch256_3+bch128_2"])
+def test_records_and_replay_ignore_the_default_device(codec):
+    # Mutation: torch.tensor(starts) without a device in gather, torch.empty without one in a compiled op.
+    positions, seen = torch.tensor([[2, 3, 4, -1]]), range(6)
+    inputs = [(X0, activations(0, seen)), (W0, activations(0, seen, site=W0, rows=TOP_K))]
+    logits = router_logits(0, seen)
+    found = {}
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            log = StepLog(
+                sites=[X0, W0], codecs={X0: codec, W0: codec}, routed_layers=[0], num_experts=NUM_EXPERTS
+            )
+            log.begin_step(num_tokens=6)
+            with record(log):
+                _ = [round_at(site, x) for site, x in inputs], route_site(0, logits, top_k=TOP_K)
+            log.end_step()
+            made = log.build([SequenceRows(identity=identity(), rows=list(seen))])[0]
+            made = columns_to_record(record_to_columns(record_from_bytes(record_to_bytes(made))))
+            batch = ReplayBatch(positions=positions, records=[made])
+            with replay(batch):
+                values = [
+                    round_at(site, 1.01 * x[: 4 * made.sites[site].rows_per_token]).values
+                    for site, x in inputs
+                ]
+                found[device] = [*values, route_site(0, logits[:4], top_k=TOP_K)]
+        assert batch.counters.total().positions_guided == 6
+    assert all(torch.equal(a, b) for a, b in zip(found["cpu"], found["meta"], strict=True))
+
+
+def test_the_counts_of_a_site_are_read_from_a_device_at_once():
+    # Mutation: int() of every count: one wait for the device per count, site and micro-batch.
+    batch = ReplayBatch(
+        positions=torch.arange(6)[None], records=[recorded(length=6)], references=[recorded(length=6)]
+    )
+    with replay(batch):
+        round_at(X0, 1.01 * activations(0, range(6)))
+    counts, reads = batch.counters.sites[X0], []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            reads.extend([func.__name__] if "_local_scalar_dense" in func.__name__ else [])
+            return func(*args, **(kwargs or {}))
+
+    with Reads():
+        found = counts.resolved()
+    num_tensors = sum(isinstance(getattr(counts, item.name), torch.Tensor) for item in fields(counts))
+    assert len(reads) <= 1 < num_tensors
+    assert all(getattr(found, f.name) == getattr(counts, f.name) for f in fields(counts))
+    assert not any(isinstance(getattr(found, item.name), torch.Tensor) for item in fields(found))

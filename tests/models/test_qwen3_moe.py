@@ -146,6 +146,20 @@ def test_experts_are_quantized_once_per_version():
     assert engine_model.weights.num_quantizations == 8
 
 
+def test_exp_7_published_weights_replace_every_byte_of_the_last_merge():
+    # Base, merge A, unmerge, merge B. Mutation: an engine that keeps the FP4 copy of matrices it knows by name.
+    model = tiny_model()
+    engine_model, base = make(model, fp4(), EMULATED), {k: t.clone() for k, t in model.state_dict().items()}
+    before = {name: engine_model.weights[name].clone() for name in base}
+    for factor in (0.5, 0.0, 0.25):
+        merged = {name: t + factor * t.flip(-1) if ".experts." in name else t for name, t in base.items()}
+        engine_model.weights.load(merged)
+        fresh = Qwen3MoeEngineModel(model.config, merged, precision=fp4(), arithmetic=EMULATED)
+        for name, first in before.items():
+            assert_bitwise(engine_model.weights[name], fresh.weights[name])
+            assert torch.equal(engine_model.weights[name], first) == (factor == 0 or ".experts." not in name)
+
+
 def test_names_must_be_equal_and_nothing_changes_before_they_are():
     model = tiny_model()
     engine_model = make(model, fp4(), EMULATED)

@@ -5,7 +5,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracefp4.formats.arithmetic import Arithmetic
 from tracefp4.formats.precision import BF16_LAYER, LayerPrecision
-from tracefp4.formats.scheme import NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
+from tracefp4.formats.schemes import NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
 
 EXACT = Arithmetic(name="exact", dtype="float32", emulates_bf16=False, rounds_probabilities=False)
 FP4_LAYER = LayerPrecision(

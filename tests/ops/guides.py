@@ -1,14 +1,35 @@
 """Guides for tests, inputs on every decision boundary, and the expected decisions by brute force."""
 
 from fractions import Fraction
+from typing import Any
 
 import torch
 from tests.formats import rational
 
+from tracefp4.coding import Payload, ScaleCoding, codec_by_name
+from tracefp4.formats.order import Candidates, ScaleRule
+from tracefp4.formats.scheme import Scheme
+from tracefp4.ops.backend import Backend
 from tracefp4.ops.guided_quantize import Guide, Rounded
+from tracefp4.ops.syndromes import encode_syndromes
 
 CODECS = ("full", "bracket", "nearest_cell")
 ONE = 0x38  # the E4M3 byte of 1.0
+EVERY_CODEC = (
+    "full",
+    "low2",
+    "low2+coset1",
+    "mantissa",
+    "mantissa_lean",
+    "secded",
+    "secded+raw",
+    "secded+coset1",
+    "parity3",
+    "parity8+secded",
+    "bch32_2",
+    "bch128_3",
+    "bch64_2+bch32_2",
+)
 
 # z on every boundary the decoders know, its float32 neighbours, and beyond the range
 _CENTRES = torch.tensor(
@@ -30,7 +51,7 @@ def unit_guide(z: torch.Tensor, decision: torch.Tensor, codec: str) -> Guide:
     decision = decision.to(torch.uint8)
     return Guide(
         valid=torch.ones(rows, dtype=torch.bool),
-        exponent=torch.zeros(rows, dtype=torch.int8),
+        outer=torch.zeros(rows, dtype=torch.int8),
         block_scales=torch.full((rows, 1), ONE, dtype=torch.uint8),
         codes=decision if codec == "full" else None,
         bits=None if codec == "full" else decision,
@@ -44,7 +65,7 @@ def guide_from(rounded: Rounded, codec: str, valid: torch.Tensor | None = None) 
     rows = rounded.codes.shape[0]
     return Guide(
         valid=torch.ones(rows, dtype=torch.bool) if valid is None else valid,
-        exponent=rounded.exponent if rounded.exponent.dim() else None,
+        outer=rounded.outer if rounded.outer.dim() else None,
         block_scales=rounded.block_scales,
         codes=rounded.codes if codec == "full" else None,
         bits=None if codec == "full" else rounded.codes & 1,
@@ -69,3 +90,44 @@ def expected_bracket(z: float, bit: int) -> int:
     low, high = rational.bracket(abs(Fraction(z)))
     sign = -1 if str(z).startswith("-") else 1
     return sign * (high if high % 2 == bit else low)
+
+
+def is_decodable(name: str, scheme: Scheme) -> bool:
+    """Whether a codec's scales can be decoded under a scheme."""
+    codec = codec_by_name(name)
+    if scheme.candidates is not Candidates.SIX:
+        return codec.scale_coding is ScaleCoding.RAW
+    return codec.scale_coding is not ScaleCoding.SYNDROME or scheme.scale_rule is ScaleRule.E4M3
+
+
+def coded_guide(rounded: Rounded, name: str, **changes: object) -> Guide:
+    """What a rollout that produced `rounded` would send under a codec; `changes` go to Guide."""
+    assert rounded.codes is not None
+    codec = codec_by_name(name)
+    low_bits = {"raw": 0xFF, "coset2": 3, "coset1": 1}
+    if codec.scale_code is None:
+        scales = rounded.block_scales & low_bits[codec.scale_coding.value]
+    else:
+        scales = encode_syndromes(rounded.block_scales, code=codec.scale_code, backend=Backend.REFERENCE)
+    parts: dict[str, object] = {
+        Payload.FULL: {"codes": rounded.codes},
+        Payload.LOW2: {"bits": rounded.codes & 3, "num_bits": 2},
+        Payload.MANTISSA: {"bits": rounded.codes & 1},
+        Payload.SYNDROME: {},
+    }[codec.payload]
+    if codec.code is not None:
+        syndromes = encode_syndromes(rounded.codes, code=codec.code, backend=Backend.REFERENCE)
+        parts = {"syndromes": syndromes, "code": codec.code}
+    held = {
+        "valid": torch.ones(len(rounded.codes), dtype=torch.bool),
+        "outer": rounded.outer if rounded.outer.dim() else None,
+        "block_scales": scales,
+        "scale_coding": codec.scale_coding,
+        "scale_code": codec.scale_code,
+    }
+    return Guide(**{**held, **parts, **changes})  # type: ignore[arg-type]
+
+
+def held(guide: Guide) -> dict[str, Any]:
+    """The fields of a guide by name, to build another one."""
+    return {name: getattr(guide, name) for name in guide.__slots__}

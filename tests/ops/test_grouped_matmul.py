@@ -6,7 +6,7 @@ import torch
 from tests.assertions import assert_bitwise
 
 from tracefp4.errors import FormatError
-from tracefp4.ops.grouped_matmul import grouped_matmul
+from tracefp4.ops.grouped_matmul import grouped_matmul, reference
 
 # Sums of 32 float32 products of unit Gaussians: a few units of 2^-23 * 32 apart when the order of summation
 # differs.
@@ -45,6 +45,21 @@ def test_moe_5_equals_a_loop_with_full_gradients(sizes, dtype, expanded_gradient
     for expert, size in enumerate(sizes):
         if size == 0:
             assert_bitwise(w.grad[expert], torch.zeros_like(w[expert]))
+
+
+def test_the_grouped_product_of_bf16_has_the_loops_gradients(monkeypatch):
+    # The path of bf16 on CUDA, taken here on the CPU. Mutation: groups of the gradient along the wrong dimension.
+    monkeypatch.setattr(reference, "_has_grouped_product", lambda x, w: True)
+    sizes = [3, 0, 5, 0]
+    x, w = operands(sizes, torch.bfloat16)
+    x_loop, w_loop = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+    y, expected = grouped_matmul(x, w, torch.tensor(sizes)), by_loop(x_loop, w_loop, sizes)
+    gradient = torch.randn_like(y)
+    y.backward(gradient)
+    expected.backward(gradient)
+    for got, want in ((y, expected), (x.grad, x_loop.grad), (w.grad, w_loop.grad)):
+        # one rounding to bf16 of sums up to about 20
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-4)
 
 
 @pytest.mark.parametrize(("width", "out"), [(30, 24), (32, 7), (5, 3)])

@@ -26,7 +26,7 @@ from tests.ops.guides import (
 from tracefp4.errors import FormatError
 from tracefp4.formats.grid import bracket_e2m1, decode_e2m1, decode_e4m3, round_e2m1
 from tracefp4.formats.packing import pack_codes
-from tracefp4.formats.scheme import NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
+from tracefp4.formats.schemes import NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops.dequantize import dequantize
 from tracefp4.ops.guided_quantize import Guide, guided_quantize
@@ -122,7 +122,7 @@ def test_the_same_input_makes_guidance_a_no_op(codec, scheme, dtype):
     exponent = None if scheme is NVFP4_ROW_POW2 else -2
     live = guided_quantize(x, scheme=scheme, exponent=exponent)
     again = guided_quantize(x, scheme=scheme, exponent=exponent, guide=guide_from(live, codec))
-    for name in ("values", "codes", "block_scales", "exponent", "nearest_changed"):
+    for name in ("values", "codes", "block_scales", "outer", "nearest_changed"):
         assert_bitwise(getattr(again, name), getattr(live, name))
     assert live.values.dtype == dtype and int(live.nearest_changed) == 0
 
@@ -209,9 +209,9 @@ def test_a_recorded_zero_scale_gives_zero_and_no_code(codec):
 @pytest.mark.parametrize("codec", CODECS)
 def test_rows_without_a_record_round_to_nearest_under_their_own_scales(codec):
     x_rollout, valid = torch.randn(9, 48), torch.arange(9) % 3 != 1
-    x = x_rollout + 0.2 * torch.randn(9, 48)
+    x = 1.7 * (x_rollout + 0.2 * torch.randn(9, 48))  # other outer scales than the recorded ones in most rows
     guide = guide_from(guided_quantize(x_rollout, scheme=NVFP4_ROW_POW2), codec, valid)
-    for part in (guide.codes, guide.bits, guide.block_scales, guide.exponent):
+    for part in (guide.codes, guide.bits, guide.block_scales, guide.outer):
         if part is not None:
             part[~valid] = (
                 0x7F if part is guide.block_scales else 1
@@ -223,14 +223,14 @@ def test_rows_without_a_record_round_to_nearest_under_their_own_scales(codec):
         scheme=NVFP4_ROW_POW2,
         guide=Guide(
             valid=valid[valid],
-            exponent=guide.exponent[valid],
+            outer=guide.outer[valid],
             block_scales=guide.block_scales[valid],
             codes=None if guide.codes is None else guide.codes[valid],
             bits=None if guide.bits is None else guide.bits[valid],
             decoder=guide.decoder,
         ),
     )
-    for name in ("values", "codes", "block_scales", "exponent"):
+    for name in ("values", "codes", "block_scales", "outer"):
         assert_bitwise(getattr(mixed, name)[~valid], getattr(plain, name)[~valid])
         assert_bitwise(getattr(mixed, name)[valid], getattr(alone, name))
     assert int(mixed.nearest_changed) == int(alone.nearest_changed) > 0
@@ -245,10 +245,20 @@ def test_without_a_guide_it_is_quantize_then_dequantize(scheme):
     got = guided_quantize(x, scheme=scheme, exponent=exponent)
     assert_bitwise(pack_codes(got.codes), t.packed)
     assert_bitwise(got.block_scales, t.block_scales)
-    assert_bitwise(got.exponent, t.exponent)
+    assert_bitwise(got.outer, t.outer)
     assert_same_values(got.values, dequantize(t))
     finite = got.values.isfinite()
     assert_bitwise(got.values[finite], dequantize(t)[finite])
+
+
+@pytest.mark.parametrize("codec", [None, *CODECS])
+def test_rnd_6_signed_zeros(codec):
+    x = torch.tensor([[0.0, -0.0] * 8, [6.0, -0.1] * 8])
+    expected = torch.tensor([[0.0, -0.0] * 8, [6.0, -0.0] * 8])
+    guide = None if codec is None else guide_from(guided_quantize(x, scheme=NVFP4_ROW_POW2), codec)
+    got = guided_quantize(x, scheme=NVFP4_ROW_POW2, guide=guide)
+    assert_bitwise(got.values, expected)
+    assert_bitwise(got.codes, round_e2m1(expected))
 
 
 def test_rnd_3_every_tie_under_every_scale_byte_is_a_tie():
@@ -275,7 +285,7 @@ def test_stored_scales_reproduce_the_bytes_of_dequantized_values(codec):
     t = BlockTensor(
         packed=pack_codes(again.codes),
         block_scales=again.block_scales,
-        exponent=again.exponent,
+        outer=again.outer,
         scheme=NVFP4_ROW_POW2,
     )
     assert_bitwise(dequantize(t), live.values)
@@ -290,7 +300,7 @@ def test_skipping_the_codes_changes_nothing_else(codec):
         guided_quantize(x, scheme=NVFP4_ROW_POW2, guide=guide, with_codes=w) for w in (True, False)
     )
     assert without.codes is None
-    for name in ("values", "block_scales", "exponent", "nearest_changed"):
+    for name in ("values", "block_scales", "outer", "nearest_changed"):
         assert_bitwise(getattr(without, name), getattr(with_codes, name))
 
 
@@ -329,7 +339,7 @@ def test_shp_2_and_shp_4_views_empty_and_single_rows(codec):
             None if codec is None else guide_from(guided_quantize(copy * 1.05, scheme=NVFP4_ROW_POW2), codec)
         )
         view, dense = (guided_quantize(v, scheme=NVFP4_ROW_POW2, guide=guide) for v in (x, copy))
-        for name in ("values", "codes", "block_scales", "exponent", "nearest_changed"):
+        for name in ("values", "codes", "block_scales", "outer", "nearest_changed"):
             assert_bitwise(getattr(view, name), getattr(dense, name))
         assert view.values.shape == x.shape
     assert_bitwise(wide, kept)
@@ -347,8 +357,12 @@ def refusals():
     negative[0, 0] = 0x81
     return [
         (x, {"scheme": NVFP4_TENSOR_POW2, "guide": good}, "cannot be guided"),
-        (x, {"scheme": NVFP4_KV, "exponent": 0, "guide": good}, "no row exponent"),
-        (x, {"scheme": NVFP4_ROW_POW2, "guide": dataclasses.replace(good, exponent=None)}, "a row exponent"),
+        (x, {"scheme": NVFP4_KV, "exponent": 0, "guide": good}, "no outer scale per row"),
+        (
+            x,
+            {"scheme": NVFP4_ROW_POW2, "guide": dataclasses.replace(good, outer=None)},
+            "one outer scale per row",
+        ),
         (x[:1], {"scheme": NVFP4_ROW_POW2, "guide": good}, r"needs valid as torch.bool \(1,\)"),
         (torch.randn(2, 16), {"scheme": NVFP4_ROW_POW2, "guide": good}, "needs block_scales"),
         (
@@ -356,10 +370,21 @@ def refusals():
             {"scheme": NVFP4_ROW_POW2, "guide": dataclasses.replace(good, block_scales=negative)},
             "0x81, a negative",
         ),
+        *(
+            (
+                x,
+                {
+                    "scheme": NVFP4_ROW_POW2,
+                    "guide": dataclasses.replace(good, outer=torch.full_like(good.outer, k)),
+                },
+                m,
+            )
+            for k, m in ((117, r"exponents -110\.\.116; got 117"), (-111, "got -111"))
+        ),
         (torch.randn(2, 2, 16), {"scheme": NVFP4_ROW_POW2}, r"needs x \[N, K\]"),
         (torch.randn(2, 24), {"scheme": NVFP4_ROW_POW2}, r"multiple of 16; got shape \(2, 24\)"),
         (x, {"scheme": NVFP4_KV}, "needs an exponent"),
-        (x, {"scheme": NVFP4_ROW_POW2, "exponent": 2}, "finds its own exponent"),
+        (x, {"scheme": NVFP4_ROW_POW2, "exponent": 2}, "finds its own scale"),
         (x.long(), {"scheme": NVFP4_ROW_POW2}, "float tensor"),
     ]
 
@@ -374,6 +399,6 @@ def test_refusals(x, arguments, message):
 
 def test_a_guide_holds_exactly_one_kind_of_decision():
     good = unit_guide(torch.zeros(1, 16), torch.zeros(1, 16), "full")
-    for change in ({"codes": None}, {"bits": good.codes}, {"decoder": "nearest"}):
-        with pytest.raises(FormatError, match=r"exactly one|Decoders"):
+    for change in ({"codes": None}, {"bits": good.codes}, {"decoder": "nearest"}, {"band": float("inf")}):
+        with pytest.raises(FormatError, match=r"exactly one|Decoders|finite number of 0 or more; got inf"):
             dataclasses.replace(good, **change)

@@ -6,7 +6,7 @@ from tests.assertions import assert_bitwise
 
 from tracefp4.errors import FormatError
 from tracefp4.formats.grid import decode_e4m3
-from tracefp4.formats.scheme import NVFP4_KV
+from tracefp4.formats.schemes import NVFP4_KV
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops.dequantize import dequantize
 from tracefp4.ops.kv_append import kv_append
@@ -18,7 +18,7 @@ def new_pages(num_heads, num_frames, page_size, head_dim, exponent=0):
     return BlockTensor(
         packed=torch.zeros(*size, head_dim // 2, dtype=torch.uint8),
         block_scales=torch.zeros(*size, head_dim // 16, dtype=torch.uint8),
-        exponent=torch.tensor(exponent, dtype=torch.int8),
+        outer=torch.tensor(exponent, dtype=torch.int8),
         scheme=NVFP4_KV,
     )
 

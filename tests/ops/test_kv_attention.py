@@ -9,10 +9,11 @@ from tests.assertions import assert_bitwise
 
 from tracefp4.errors import FormatError
 from tracefp4.formats.arithmetic import round_bf16
-from tracefp4.formats.scheme import NVFP4_KV
+from tracefp4.formats.schemes import NVFP4_KV
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops.dequantize import dequantize
 from tracefp4.ops.kv_attention import SPLIT, kv_attention
+from tracefp4.ops.pages import LayerPages
 from tracefp4.ops.quantize import quantize
 
 FRAMES, PAGE, HEADS, KV_HEADS, DIM = 12, 16, 4, 2, 32
@@ -58,7 +59,11 @@ def test_equals_the_oracle(is_fp4, rounds):
     positions = torch.tensor([[0, 17, 70, 95], [0, 1, 20, 31]])
     queries = torch.randn(2, 4, HEADS, DIM, dtype=torch.float64)
     found = kv_attention(
-        queries, keys=keys, values=values, page_table=table, positions=positions, rounds_probabilities=rounds
+        queries,
+        LayerPages(keys=keys, values=values),
+        page_table=table,
+        positions=positions,
+        rounds_probabilities=rounds,
     )
     for b in range(2):
         k, v = values_of(keys, table[b]), values_of(values, table[b])
@@ -73,7 +78,11 @@ def test_rounding_happens_per_split_to_unnormalised_probabilities():
     table, positions = torch.arange(6)[None], torch.tensor([[95]])
     queries = torch.randn(1, 1, HEADS, DIM, dtype=torch.float64)
     found = kv_attention(
-        queries, keys=keys, values=values, page_table=table, positions=positions, rounds_probabilities=True
+        queries,
+        LayerPages(keys=keys, values=values),
+        page_table=table,
+        positions=positions,
+        rounds_probabilities=True,
     )
     k, v = (
         values_of(keys, table[0]).repeat_interleave(2, 1),
@@ -87,7 +96,7 @@ def test_rounding_happens_per_split_to_unnormalised_probabilities():
 def test_one_prefill_equals_single_queries():
     keys, values = new_pages(0), new_pages(0)
     queries = torch.randn(1, 40, HEADS, DIM, dtype=torch.float64)
-    arguments = {"keys": keys, "values": values, "rounds_probabilities": False}
+    arguments = {"pages": LayerPages(keys=keys, values=values), "rounds_probabilities": False}
     whole = kv_attention(
         queries, page_table=torch.tensor([[4, 2, 8]]), positions=torch.arange(40)[None], **arguments
     )
@@ -109,11 +118,11 @@ def test_later_positions_of_the_page_are_not_seen():
         "rounds_probabilities": True,
     }
     queries = torch.randn(1, 1, HEADS, DIM)
-    before = kv_attention(queries, keys=keys, values=values, **arguments)
+    before = kv_attention(queries, LayerPages(keys=keys, values=values), **arguments)
     for pages in (keys, values):
         pages.packed[:, 1, 7:] = 0x77
         pages.packed[:, 2:] = 0x77
-    assert_bitwise(kv_attention(queries, keys=keys, values=values, **arguments), before)
+    assert_bitwise(kv_attention(queries, LayerPages(keys=keys, values=values), **arguments), before)
 
 
 def test_no_sequences_and_bf16_queries():
@@ -121,7 +130,11 @@ def test_no_sequences_and_bf16_queries():
     table, positions = torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.int64)
     queries = torch.zeros(0, 1, HEADS, DIM, dtype=torch.bfloat16)
     found = kv_attention(
-        queries, keys=keys, values=values, page_table=table, positions=positions, rounds_probabilities=True
+        queries,
+        LayerPages(keys=keys, values=values),
+        page_table=table,
+        positions=positions,
+        rounds_probabilities=True,
     )
     assert found.shape == (0, 1, HEADS, DIM) and found.dtype == torch.bfloat16
 
@@ -131,8 +144,7 @@ def test_heads_that_do_not_fit_are_refused():
     with pytest.raises(FormatError, match="3 query heads"):
         kv_attention(
             torch.zeros(1, 1, 3, DIM),
-            keys=keys,
-            values=values,
+            LayerPages(keys=keys, values=values),
             page_table=torch.zeros(1, 1, dtype=torch.int64),
             positions=torch.zeros(1, 1, dtype=torch.int64),
             rounds_probabilities=True,

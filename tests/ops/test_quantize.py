@@ -1,5 +1,6 @@
 """quantize: golden bytes, exact arithmetic, exhaustive products, properties, refusals."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from tests.golden.nvfp4_blocks import CASES, Golden
 
 from tracefp4.errors import BackendError, FormatError
 from tracefp4.formats.packing import pack_codes, unpack_codes
-from tracefp4.formats.scheme import NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
+from tracefp4.formats.schemes import NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops.backend import Backend
 from tracefp4.ops.dequantize import dequantize
@@ -38,14 +39,14 @@ def pad(blocks: list[list], fill) -> torch.Tensor:
 def same_bytes(a: BlockTensor, b: BlockTensor) -> None:
     assert_bitwise(a.packed, b.packed)
     assert_bitwise(a.block_scales, b.block_scales)
-    assert_bitwise(a.exponent, b.exponent)
+    assert_bitwise(a.outer, b.outer)
 
 
 def rows(t: BlockTensor, index) -> BlockTensor:
     return BlockTensor(
         packed=t.packed[index],
         block_scales=t.block_scales[index],
-        exponent=t.exponent[index],
+        outer=t.outer[index],
         scheme=t.scheme,
     )
 
@@ -56,7 +57,7 @@ def test_golden_bytes(case: Golden, dtype):
     x = pad(case.blocks, 0.0).to(dtype)
     scheme, exponent = (NVFP4_KV, case.exponent) if case.is_static else (NVFP4_ROW_POW2, None)
     t = quantize(x, scheme=scheme, exponent=exponent)
-    assert t.exponent.tolist() == (case.exponent if case.is_static else [case.exponent])
+    assert t.outer.tolist() == (case.exponent if case.is_static else [case.exponent])
     assert t.block_scales.tolist() == [case.block_scales]
     assert_bitwise(t.codes(), pad(case.codes, 0).to(torch.uint8))
     assert_bitwise(dequantize(t), pad(case.values, 0.0).float())
@@ -69,7 +70,7 @@ def test_golden_bytes(case: Golden, dtype):
 def test_rows_equal_exact_rational_arithmetic(row):
     t = quantize(torch.tensor([row]), scheme=NVFP4_ROW_POW2)
     k, block_scales, codes = rational.quantize_row(torch.tensor(row).tolist())
-    assert (t.exponent.tolist(), t.block_scales.tolist(), t.codes().tolist()) == (
+    assert (t.outer.tolist(), t.block_scales.tolist(), t.codes().tolist()) == (
         [k],
         [block_scales],
         [codes],
@@ -120,7 +121,7 @@ def test_powers_of_two_move_only_the_exponent(power):
     t, moved = (quantize(v, scheme=NVFP4_ROW_POW2) for v in (x, x * 2.0**power))
     assert_bitwise(moved.packed, t.packed)
     assert_bitwise(moved.block_scales, t.block_scales)
-    assert_bitwise(moved.exponent, t.exponent + power)
+    assert_bitwise(moved.outer, t.outer + power)
 
 
 @given(ROW)
@@ -155,7 +156,7 @@ def test_bat_1_rows_do_not_depend_on_their_batch():
     alone = quantize(case, scheme=NVFP4_ROW_POW2)
     same_bytes(rows(quantize(torch.cat([case, loud]), scheme=NVFP4_ROW_POW2), slice(0, 1)), alone)
     # A tensor scheme does couple rows, which is why it serves weights only.
-    assert quantize(torch.cat([case, loud]), scheme=NVFP4_TENSOR_POW2).exponent != alone.exponent[0]
+    assert quantize(torch.cat([case, loud]), scheme=NVFP4_TENSOR_POW2).outer != alone.outer[0]
 
 
 def test_bat_3_stale_rows_do_not_reach_real_ones():
@@ -169,11 +170,11 @@ def test_bat_3_stale_rows_do_not_reach_real_ones():
 def test_tensor_scheme_has_one_exponent_per_matrix():
     x = torch.randn(3, 4, 32) * torch.tensor([1.0, 64.0, 2.0**-9])[:, None, None]
     t = quantize(x, scheme=NVFP4_TENSOR_POW2)
-    assert t.exponent.shape == (3,)
+    assert t.outer.shape == (3,)
     for index in range(3):
         flat = quantize(x[index].reshape(1, -1), scheme=NVFP4_ROW_POW2)
         assert_bitwise(t.packed[index].reshape(1, -1), flat.packed)
-        assert_bitwise(t.exponent[index : index + 1], flat.exponent)
+        assert_bitwise(t.outer[index : index + 1], flat.outer)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -184,14 +185,14 @@ def test_spc_1_a_block_that_is_not_finite_reads_back_nan(bad):
     values = dequantize(t)
     assert t.block_scales[0, 0] == 0x7F and bool(values[0, :16].isnan().all())
     assert t.codes()[0, :16].tolist() == [0] * 16
-    assert_bitwise(t.exponent[:1], t.exponent[1:])  # over the finite blocks
+    assert_bitwise(t.outer[:1], t.outer[1:])  # over the finite blocks
     assert_bitwise(values[0, 16:], values[1, 16:])
     assert values[1, 0] == pytest.approx(1.0, rel=1 / 16)
 
 
 def test_spc_1_a_row_without_a_finite_block():
     t = quantize(torch.full((1, 16), float("nan")), scheme=NVFP4_ROW_POW2)
-    assert (t.exponent.tolist(), t.block_scales.tolist()) == ([0], [[0x7F]])
+    assert (t.outer.tolist(), t.block_scales.tolist()) == ([0], [[0x7F]])
 
 
 def test_zer_2_zero_rows_between_real_ones():
@@ -238,6 +239,33 @@ def test_shp_2_views_equal_their_contiguous_copies():
     )
 
 
+@pytest.mark.parametrize("backend", [Backend.AUTO, Backend.REFERENCE], ids=lambda b: b.value)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_the_input_is_never_written(dtype, backend):
+    x = torch.randn(4, 64).to(dtype)
+    x[1, 3] = float("nan")
+    kept = x.clone()
+    quantize(x, scheme=NVFP4_ROW_POW2, backend=backend)
+    assert_bitwise(x, kept)
+
+
+def test_spc_1_rounding_sees_finite_values_only(monkeypatch):
+    """A NaN cast to an integer is 0 on this processor and anything on another, so the bytes alone prove nothing."""
+    from tracefp4.formats import encoding
+
+    seen, round_magnitude_ = [], encoding.round_magnitude_
+
+    def watched(magnitude, *rules):
+        seen.append(bool(magnitude.isfinite().all()))
+        return round_magnitude_(magnitude, *rules)
+
+    monkeypatch.setattr(encoding, "round_magnitude_", watched)
+    x = torch.randn(3, 64)
+    x[0, 3], x[1, 20], x[1, 40], x[2] = float("nan"), float("inf"), -float("inf"), 0.0
+    quantize(x, scheme=NVFP4_ROW_POW2, backend=Backend.REFERENCE)
+    assert seen == [True]
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (1, 16)])
 @pytest.mark.parametrize("scheme", [NVFP4_ROW_POW2, NVFP4_TENSOR_POW2], ids=lambda s: s.name)
 def test_shp_4_empty_and_single_row_inputs(shape, scheme):
@@ -260,9 +288,11 @@ def test_gaussian_noise_level():
         (torch.ones(3, 0), {"scheme": NVFP4_ROW_POW2}, "positive multiple of 16"),
         (torch.ones(16), {"scheme": NVFP4_TENSOR_POW2}, "at least 2 dimension"),
         (torch.ones(2, 16, dtype=torch.int32), {"scheme": NVFP4_ROW_POW2}, "float tensor of 16 bits"),
+        (torch.ones(2, 16), {"scheme": "NVFP4_ROW_POW2"}, "under a Scheme; got Tensor and str"),
+        (np.ones((2, 16), dtype=np.float32), {"scheme": NVFP4_ROW_POW2}, "got ndarray and Scheme"),
         (torch.ones(2, 16), {"scheme": NVFP4_KV}, "needs an exponent"),
-        (torch.ones(2, 16), {"scheme": NVFP4_ROW_POW2, "exponent": 0}, "finds its own exponent"),
-        (torch.ones(2, 16), {"scheme": NVFP4_KV, "exponent": 117}, r"\[-110, 116\]; got 117"),
+        (torch.ones(2, 16), {"scheme": NVFP4_ROW_POW2, "exponent": 0}, "finds its own scale"),
+        (torch.ones(2, 16), {"scheme": NVFP4_KV, "exponent": 117}, r"\[-110, 116\], an int; got 117"),
     ],
 )
 def test_shp_1_refusals(x, arguments, message):

@@ -11,7 +11,7 @@ from tracefp4.formats.arithmetic import CONTROL, Arithmetic
 from tracefp4.guidance import ReplayBatch
 from tracefp4.guidance.session import record, replay
 from tracefp4.models import Qwen3MoeEngineModel
-from tracefp4.patching import Plan, PlanRules, apply, calibrate_kv, plan
+from tracefp4.patching import Plan, PlanRules, apply, calibrate, plan
 from tracefp4.rl.batching import Batch, pad, token_logprobs
 from tracefp4.rl.samples import TrainingSample
 from tracefp4.rollout import LocalEngine, SamplingParams
@@ -119,11 +119,11 @@ def make_chain(*, arithmetic=CONTROL, seed=0, rules=None, **changes) -> Chain:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.v_proj.weight.mul_(0.125)  # so that K and V have different exponents
-    made = plan(model, rules or PlanRules())
+    made = plan(model, rules or PlanRules(guidance="mantissa"))
     applied = apply(model, made, arithmetic=arithmetic)
     tokens = torch.randint(0, VOCABULARY, (4, 16))
-    made = calibrate_kv(model, made, input_ids=tokens, attention_mask=torch.ones_like(tokens))
-    assert all(layer.k_exponent != layer.v_exponent for layer in made.layers)
+    made = calibrate(model, made, input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    assert all(layer.k_exponent != layer.v_exponent for layer in made.layers if layer.kv)
     applied.undo()
     apply(model, made, arithmetic=arithmetic)
     return Chain(model=model, plan=made, arithmetic=arithmetic)

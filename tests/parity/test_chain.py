@@ -25,16 +25,6 @@ def model_id(changes):
 
 
 @pytest.fixture(scope="module")
-def chain():
-    return make_chain()
-
-
-@pytest.fixture(scope="module")
-def rollouts(chain):
-    return chain.rollouts()
-
-
-@pytest.fixture(scope="module")
 def noisy():
     """Both sides in emulated bf16, and completions that differ between them by rounding noise."""
     found = make_chain(arithmetic=EMULATED, num_hidden_layers=4)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tracefp4.coding import CODECS
 from tracefp4.errors import ConfigError
 from tracefp4.patching.rules import PlanRules, decide, guided_layers, module_kind
 
@@ -54,7 +55,19 @@ def test_layer_rules():
     ("option", "message"),
     [
         ({"mode": "fp8"}, r"quantization\.mode: unknown value 'fp8'.*Did you mean 'fp4'"),
-        ({"guidance": "mantisa"}, "Did you mean 'mantissa'"),
+        (
+            {"guidance": "mantisa"},
+            r"'mantisa'; allowed: none, auto, or a codec, which is <payload>[^']*"
+            r"bch64_3\+coset1[^']*Did you mean 'mantissa'\?$",
+        ),
+        (
+            {"guidance": "bch128_3+coset3"},
+            r"unknown value 'bch128_3\+coset3'.*Did you mean 'bch128_3\+coset1'",
+        ),
+        (
+            {"gate": "nois"},
+            r"quantization\.gate: unknown value 'nois'; allowed: auto, none, noise.*Did you mean 'noise'",
+        ),
         ({"decoder": "nearest"}, "allowed: bracket, nearest_cell"),
         ({"sites": ("x", "q")}, r"quantization\.sites: unknown value 'q'"),
         ({"backward": "exact"}, "allowed: dequantized, high_precision"),
@@ -67,6 +80,17 @@ def test_layer_rules():
 def test_unknown_options_are_refused(option, message):
     with pytest.raises(ConfigError, match=message):
         PlanRules(**option)
+
+
+@pytest.mark.parametrize("name", ["none", "auto", *CODECS, "parity3", "bch64_2+raw", "full+coset2"])
+def test_every_codec_is_a_guidance(name):
+    assert PlanRules(guidance=name).guidance == name
+
+
+def test_what_is_guided_is_gated_unless_the_gate_is_off():
+    assert PlanRules().guidance != "none" and PlanRules().is_gated
+    assert not PlanRules(guidance="none").is_gated and not PlanRules(gate="none").is_gated
+    assert PlanRules(guidance="mantissa", gate="noise").is_gated
 
 
 def test_a_pattern_is_a_whole_name_and_never_a_substring():

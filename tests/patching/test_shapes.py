@@ -1,13 +1,18 @@
 """Shapes against published sizes and transformers itself; guidance bytes against the method's table."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from tracefp4.coding import CODECS
 from tracefp4.errors import ConfigError
+from tracefp4.formats import SCHEMES
 from tracefp4.patching.budget import (
     FP4_BYTES,
     GIB,
+    block_of,
+    bytes_by_codec,
     card_bytes,
     codec_bytes,
     decisions_for,
@@ -68,8 +73,60 @@ def test_35b_lines_are_separate_and_add_up():
     assert compact.total == 7_680 + 960 + 20 + 320
     everything = _record("qwen3.5-35b-a3b", guidance="mantissa", layers="all")
     assert (everything.activations, everything.kv, everything.row_exponents) == (15_360, 1_920, 40)
-    assert _record("qwen3.5-35b-a3b", guidance="none").total == 0
+    none = _record("qwen3.5-35b-a3b", guidance="none")
+    assert (none.total, none.routed_ids) == (320, 320)  # routing is recorded whatever else is
+    assert _record("qwen3.5-35b-a3b", guidance="none", replay_routing=False).total == 0
     assert _record("qwen3.5-35b-a3b", guidance="full", replay_routing=False).routed_ids == 0
+
+
+# Codec and layer rule -> codec bytes per token of activations and of KV; the first four are the method's own figures.
+BYTES_OF_35B = {
+    ("full", "all"): (46_080, 5_760),
+    ("mantissa", "last:20"): (7_680, 960),
+    ("mantissa_lean", "last:20"): (5_760, 720),
+    ("secded", "all"): (4_480, 560),
+    ("low2", "all"): (25_600, 3_200),
+    ("mantissa", "all"): (15_360, 1_920),
+    ("mantissa_lean", "all"): (11_520, 1_440),
+    ("parity2", "all"): (6_400, 800),
+    ("parity4", "all"): (3_840, 480),
+    ("parity8", "all"): (2_560, 320),
+    ("parity16", "all"): (1_920, 240),
+    ("bch64_3", "all"): (4_320, 540),
+    ("bch128_3", "all"): (3_040, 380),
+    ("bch128_3+coset1", "all"): (2_400, 300),
+    ("bch256_3+bch128_2", "all"): (1_080, 180),
+    ("secded+raw", "all"): (8_320, 1_040),
+}
+
+
+@pytest.mark.parametrize(("codec", "layers"), BYTES_OF_35B, ids="-".join)
+def test_35b_weighs_under_every_codec_what_its_rates_say(codec, layers):
+    # Mutation: rows that are not rounded up to whole bytes (bch256_3 keeps 50 bits of a KV row: 7 bytes).
+    found = _record("qwen3.5-35b-a3b", guidance=codec, layers=layers)
+    assert (found.activations, found.kv) == BYTES_OF_35B[codec, layers]
+    lines = (found.activations, found.kv, found.row_exponents, found.routed_ids)
+    assert lines[2:] == ((40, 320) if layers == "all" else (20, 320)) and found.total == sum(lines)
+
+
+def test_codecs_are_compared_over_the_same_sites_and_auto_has_no_size_of_its_own():
+    shape = KNOWN_SHAPES["qwen3.5-35b-a3b"]
+    auto = PlanRules(guidance="auto", layers="last_half")
+    decisions = decisions_for(shape, auto)
+    compared = bytes_by_codec(shape, decisions, auto)
+    assert tuple(compared) == CODECS
+    assert compared["mantissa"] == _record("qwen3.5-35b-a3b", guidance="mantissa", layers="last_half")
+    own = bytes_by_codec(shape, decisions, PlanRules(guidance="parity3", layers="last_half"))
+    assert tuple(own) == (*CODECS, "parity3")
+    assert bytes_by_codec(shape, decisions, PlanRules(guidance="none")) == {}
+    with pytest.raises(ConfigError, match="no size yet; got guidance 'auto'.*mantissa_lean"):
+        record_bytes(shape, decisions, auto)
+
+
+def test_rows_of_the_down_projection_are_padded_one_by_one():
+    # A row of 768 is 6 blocks of 128: 132 bits of syndromes, 17 bytes; 48 scales keep 12. Mutation: one row of 6,144.
+    only_w2 = _record("qwen3-30b-a3b", guidance="bch128_3", sites=("w2",))
+    assert only_w2.activations == 48 * 8 * (17 + 12)
 
 
 def test_more_than_256_experts_need_two_bytes_an_id():
@@ -80,6 +137,31 @@ def test_w2_site_has_one_row_per_chosen_expert():
     only_w2 = _record("qwen3-30b-a3b", guidance="full", sites=("w2",))
     assert only_w2.activations == 48 * 6_144 * 9 // 16
     assert (only_w2.kv, only_w2.row_exponents) == (0, 48 * 8)
+
+
+def test_mxfp4_has_half_as_many_block_scales_and_no_exponents():
+    # Mutation: sizes of NVFP4 whatever the scheme.
+    found = _record("qwen3-30b-a3b", guidance="full", sites=("x", "w2"), activation="MXFP4_RCEIL")
+    assert found.activations == 48 * (2048 + 6_144) * 17 // 32
+    assert found.row_exponents == 0
+    static = _record("qwen3-30b-a3b", guidance="full", sites=("x",), activation="NVFP4_STATIC_POW2")
+    assert (static.activations, static.row_exponents) == (48 * 2048 * 9 // 16, 0)
+    assert _record("qwen3-30b-a3b", sites=("x", "k"), activation="none").activations == 0
+    shape = KNOWN_SHAPES["qwen3-30b-a3b"]
+    experts, options = 48 * 128 * 3 * 2048 * 768, {"context": 1, "batch": 1}
+    for weight, expected in (("MXFP4_EVEN", 0.53125), ("NVFP4_TENSOR_FP32", 0.5625), ("none", 2)):
+        found = memory(shape, decisions_for(shape, PlanRules(weight=weight)), weight=weight, **options)
+        assert found.weights_plan == int((found.parameters - experts) * 2 + experts * expected)
+    with pytest.raises(ConfigError, match="moe_intermediate_size divisible by 32; got 48"):
+        decisions_for(replace(shape, moe_inter=48), PlanRules(weight="MXFP4_EVEN"))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_schemes_name_says_what_budgets_read_from_it(name):
+    # The budget imports no torch, so it cannot ask the scheme itself.
+    scheme = SCHEMES[name]
+    assert block_of(name) == scheme.block_size
+    assert ("_ROW_" in name) == (scheme.outer == "row")
 
 
 def test_last_n_and_bf16_layers_reduce_the_record():
@@ -158,7 +240,7 @@ def test_codec_bytes_refuses_a_width_off_the_block():
     assert codec_bytes(0, "full") == 0
     with pytest.raises(ConfigError, match="divisible by 16; got 100"):
         codec_bytes(100, "full")
-    with pytest.raises(ConfigError, match="unknown codec 'half'"):
+    with pytest.raises(ConfigError, match="Unknown guidance codec; got 'half'"):
         codec_bytes(16, "half")
 
 

@@ -11,7 +11,7 @@ from tests.qat.expert_modules import FP4 as FP4_EXPERTS
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats import BF16_LAYER, NVFP4_KV
-from tracefp4.formats.arithmetic import EMULATED
+from tracefp4.formats.arithmetic import EMULATED, NATIVE
 from tracefp4.guidance import Site
 from tracefp4.guidance.session import record
 from tracefp4.ops.guided_quantize import guided_quantize
@@ -127,3 +127,45 @@ def test_emulated_outputs_are_bf16_values_and_gradients_flow():
 def test_dropout_is_refused():
     with pytest.raises(ConfigError, match=r"dropout 0\.1 is refused.*attention_dropout to 0"):
         attention_forward(module(), *tensors(), None, dropout=0.1)
+
+
+def test_scores_of_bf16_tensors_are_float32():
+    # Mutation: scores in the dtype of the queries. All scores lie near 100, where bf16 has steps of .5.
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 8, 16).to(torch.bfloat16) for _ in range(3))
+    q[..., 0], k[..., 0] = 20.0, 20.0
+    module = torch.nn.Module()
+    module.tracefp4 = SiteSettings(0, BF16_LAYER, NATIVE)
+    out, _ = attention_forward(module, q, k, v, None)
+    exact, _ = attention_forward(module, q.double(), k.double(), v.double(), None)
+    assert out.dtype == torch.bfloat16
+    # probabilities and output are rounded to bf16 once each: 2^-8 relative, of values up to about 3
+    assert (out.double() - exact).abs().max() < 3 * 2**-7
+
+
+def test_pad_3_segments_attend_within_themselves():
+    # Mutation: segments that are passed on and not used.
+    inputs = tensors()
+    out, _ = attention_forward(module(), *inputs, None, segment_lengths=(2, 3))
+    incoming = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, incoming)
+    for begin, end in ((0, 2), (2, 5)):
+        alone = [x[:, :, begin:end].detach().requires_grad_() for x in inputs]
+        expected, _ = attention_forward(module(), *alone, None)
+        assert_bitwise(out[:, begin:end].contiguous(), expected)
+        wanted = torch.autograd.grad(expected, alone, incoming[:, begin:end])
+        for got, want in zip(found, wanted, strict=True):
+            assert (got[:, :, begin:end] - want).abs().max() < CLOSE
+    whole, _ = attention_forward(module(), *inputs, None)
+    assert not torch.equal(out[:, 2:], whole[:, 2:])
+
+
+@pytest.mark.parametrize("lengths", [(2, 2), (5, 0), ()], ids=str)
+def test_segments_that_do_not_fill_the_row_are_refused(lengths):
+    with pytest.raises(ConfigError, match="refused for 5 columns.*Pass the lengths of the packed samples"):
+        attention_forward(module(), *tensors(), None, segment_lengths=lengths)
+
+
+def test_segments_of_a_sequence_on_several_ranks_are_refused():
+    with pytest.raises(ConfigError, match="split over ranks"):
+        attention_forward(module(sequence=object()), *tensors(), None, segment_lengths=(2, 3))

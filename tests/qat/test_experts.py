@@ -9,11 +9,16 @@ from tests.qat.expert_modules import FP4, Experts, bf16_experts, dense_reference
 from torch.nn.functional import linear, silu
 
 from tracefp4.errors import ConfigError
+from tracefp4.formats import MXFP4_RCEIL, NVFP4_ROW_FP32, NVFP4_STATIC_POW2, NVFP4_TENSOR_POW2
 from tracefp4.formats.arithmetic import CONTROL
 from tracefp4.guidance import ReplayBatch, Site
 from tracefp4.guidance.builder import SequenceRows, StepLog
 from tracefp4.guidance.record import RecordIdentity
 from tracefp4.guidance.session import record, replay
+from tracefp4.ops.dequantize import dequantize
+from tracefp4.ops.guided_quantize import guided_quantize
+from tracefp4.ops.quantize import quantize
+from tracefp4.qat.dispatch import dispatch
 from tracefp4.qat.experts import ExpertWeights
 
 # float64 sums of 16 or 32 terms in another order
@@ -107,6 +112,20 @@ def test_weights_are_quantized_once_per_version():
     assert module.tracefp4.num_quantizations == 3  # the other matrix was not touched
 
 
+def test_copies_that_are_not_kept_hold_no_memory_and_change_nothing():
+    # For weights that FSDP frees. Mutation: a copy from before is served, or kept.
+    module = Experts()
+    x, ids, weights = inputs()
+    first = module(x, ids, weights)
+    module.tracefp4.keeps_copies = False
+    for _ in range(2):
+        assert_bitwise(module(x, ids, weights), first)
+    assert module.tracefp4.num_quantizations == 6 and not module.tracefp4._copies
+    with torch.no_grad():
+        module.down_proj.mul_(3.0)
+    assert not torch.equal(module(x, ids, weights), first)
+
+
 def test_weights_given_new_memory_are_quantized_again():
     module = Experts()
     x, ids, weights = inputs()
@@ -115,6 +134,58 @@ def test_weights_given_new_memory_are_quantized_again():
         module.gate_up_proj.data = module.gate_up_proj.data * factor
     assert not torch.equal(module(x, ids, weights), first)
     assert module.tracefp4.num_quantizations == 3
+
+
+def test_exp_7_a_merged_adapter_is_seen_and_unmerging_gives_the_bases_bytes():
+    # PEFT merges through `.data`, which leaves version and address as they were. Mutations: the cache trusts the
+    # version counter; a fingerprint that ignores order.
+    module = Experts()
+    base, state = module.down_proj.detach().clone(), module.tracefp4
+    values = {"base": state.quantized("down_proj", module.down_proj).clone()}
+    version = module.down_proj._version
+    a, b = (torch.randn_like(base) / 8 for _ in "ab")
+    for name, weight in (("a", base + a), ("unmerged", base), ("b", base + b), ("moved", (base + b).flip(0))):
+        module.down_proj.data.copy_(weight)
+        values[name] = state.quantized("down_proj", module.down_proj).clone()
+        fresh = dequantize(quantize(weight, scheme=NVFP4_TENSOR_POW2), dtype=weight.dtype)
+        assert_bitwise(values[name], fresh)
+    assert_bitwise(values["unmerged"], values["base"])
+    assert not torch.equal(values["a"], values["base"]) and not torch.equal(values["b"], values["a"])
+    assert module.down_proj._version == version and state.num_quantizations == 5
+
+
+@pytest.mark.parametrize("scheme", [NVFP4_STATIC_POW2, MXFP4_RCEIL, NVFP4_ROW_FP32], ids=lambda s: s.name)
+def test_activations_are_rounded_under_the_layers_scheme_and_exponents(scheme):
+    # Mutations: an exponent of the other site; one scheme's block size at another.
+    precision = replace(FP4, activation=scheme, x_exponent=1, w2_exponent=-2)
+    module = Experts(precision=precision, inner=32, arithmetic=CONTROL)
+    observer = Observer()
+    x, ids, weights = inputs()
+    with record(observer):
+        module(x, ids, weights)
+    for kind, exponent in (("x", 1), ("w2", -2)):
+        rounded = observer.seen[Site(kind, 0)]
+        if scheme.outer == "static":
+            assert rounded.outer.item() == exponent
+        assert rounded.block_scales.shape[1] == 32 // scheme.block_size
+    static = {"exponent": 1} if scheme.outer == "static" else {}
+    assert_bitwise(observer.seen[Site("x", 0)].values, guided_quantize(x, scheme=scheme, **static).values)
+
+
+@pytest.mark.parametrize("ste", ["clip", "identity"])
+def test_ste_4_static_experts_block_the_gradient_of_what_saturates_only(ste):
+    # OVF-1's block under k = 0, times 448. Mutation: the mask of a scale that was not clamped.
+    precision = replace(FP4, activation=NVFP4_STATIC_POW2, weight=None)
+    module = Experts(num_experts=1, width=16, inner=16, ste=ste, precision=precision)
+    x = torch.tensor([[12.0, 6.0, 3.0, 1.5, *[0.0] * 12]], dtype=torch.float64) * 448
+    x.requires_grad_()
+    way = dispatch(torch.zeros(1, 1, dtype=torch.int64), num_experts=1, shard=None)
+    y = module.tracefp4.project(x, way, module, "gate_up_proj")
+    incoming = torch.randn_like(y)
+    y.backward(incoming)
+    full = incoming @ module.gate_up_proj[0].detach()
+    expected = torch.where(torch.arange(16) == 0, 0.0 if ste == "clip" else full, full)
+    assert (x.grad - expected).abs().max() < CLOSE and x.grad[0, 1:].abs().min() > 0
 
 
 def recorded_and_replayed(module, x, ids, weights, *, recorded_x):
@@ -149,6 +220,55 @@ def test_moe_5_experts_without_tokens():
     for parameter in module.parameters():
         assert parameter.grad.shape == parameter.shape
         assert (parameter.grad[[1, 3]] == 0).all() and (parameter.grad[[0, 2]] != 0).any()
+
+
+def grouped_pass(module, x, counts, incoming):
+    """Output, what the sites rounded, and gradients, with counts[e] consecutive rows for expert e."""
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))[:, None]
+    x, weights = x.clone().requires_grad_(), torch.ones(len(x), 1, dtype=x.dtype, requires_grad=True)
+    sink = Observer()
+    with record(sink):
+        y = module(x, ids, weights)
+    codes = {site.kind: (rounded.codes, rounded.block_scales) for site, rounded in sink.seen.items()}
+    return {"y": y.detach(), "codes": codes, **gradients(module, x, weights, y, incoming)}
+
+
+@pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
+def test_dst_4_an_expert_does_not_depend_on_the_tokens_of_the_next(backward):
+    # The case: blocks of 32, and tokens per expert that are no multiple of it. Mutations: groups that end a row too
+    # late; blocks along the tokens.
+    counts, padded = [17, 5, 0, 32], [32, 32, 0, 32]
+    scheme = replace(FP4, activation=MXFP4_RCEIL, weight=MXFP4_RCEIL)
+    module = Experts(precision=scheme, inner=32, backward=backward)
+    x = torch.randn(sum(counts), 32, dtype=torch.float64)
+    incoming = torch.randn(sum(counts), 32, dtype=torch.float64)
+    found = grouped_pass(module, x, counts, incoming)
+    # every expert padded with zeros to a multiple of 32, and cut back
+    places = torch.cat([32 * e + torch.arange(n) for e, n in enumerate((17, 5))] + [64 + torch.arange(32)])
+    wide, wide_incoming = (torch.zeros(sum(padded), 32, dtype=torch.float64) for _ in range(2))
+    wide[places], wide_incoming[places] = x, incoming
+    expected = grouped_pass(module, wide, padded, wide_incoming)
+    for kind, parts in found["codes"].items():
+        for part, whole in zip(parts, expected["codes"][kind], strict=True):
+            assert_bitwise(part, whole[places])
+    for name in ("y", "x"):
+        assert (found[name] - expected[name][places]).abs().max() < CLOSE
+    for name in ("gate_up_proj", "down_proj"):
+        assert (found[name] - expected[name]).abs().max() < CLOSE
+    # every expert alone
+    for e, (begin, end) in {0: (0, 17), 1: (17, 22), 3: (22, 54)}.items():
+        own = [n if other == e else 0 for other, n in enumerate(counts)]
+        alone = grouped_pass(module, x[begin:end], own, incoming[begin:end])
+        for name in ("y", "x"):
+            assert (found[name][begin:end] - alone[name]).abs().max() < CLOSE
+        for name in ("gate_up_proj", "down_proj"):
+            assert (found[name][e] - alone[name][e]).abs().max() < CLOSE
+    # and nothing of experts 0 and 1 sees what expert 3 is given
+    other = torch.cat([x[:22], 1000 * torch.randn(32, 32, dtype=torch.float64)])
+    moved = grouped_pass(module, other, counts, incoming)
+    for name, kept in (("y", 22), ("x", 22), ("gate_up_proj", 2), ("down_proj", 2)):
+        assert_bitwise(moved[name][:kept], found[name][:kept])
+        assert not torch.equal(moved[name], found[name])
 
 
 def test_the_clipped_estimator_masks_by_the_recorded_scales_under_replay():
@@ -186,8 +306,8 @@ def test_the_clipped_estimator_masks_by_the_scales_in_use(backward):
     x[:, 3] = 6 * 0.9375 * 4  # amax / 6 = 3.75 rounds to 3.75; a second one rounds down and saturates
     x[2, 3] = 23.2  # amax / 6 = 3.8667 -> 3.75, so 23.2 > 22.5 is out of range
     x.requires_grad_()
-    order, sizes = torch.arange(5), torch.tensor([5])
-    y = module.tracefp4.project(x, order, module, "gate_up_proj", sizes)
+    way = dispatch(torch.zeros(5, 1, dtype=torch.int64), num_experts=1, shard=None)
+    y = module.tracefp4.project(x, way, module, "gate_up_proj")
     y.sum().backward()
     assert x.grad[2, 3] == 0
     assert (x.grad == 0).sum() == (nearest(x).abs() < x.detach().abs()).logical_and(

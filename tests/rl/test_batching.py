@@ -1,6 +1,7 @@
 """Padding, positions, masks, token log-probs and micro-batches."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,19 @@ def test_truncated_samples_can_be_taken_out_of_the_loss():
     assert pad([cut], pad_id=0).loss_mask.sum() == 2
     assert pad([cut], pad_id=0, trains_truncated=False).loss_mask.sum() == 0
     assert pad([cut], pad_id=0, trains_truncated=False).completion_mask.sum() == 2
+
+
+def test_tokens_of_the_environment_are_inputs_and_never_trained():
+    # Mutation: a loss mask that takes the whole completion.
+    turns = sample([11], [21, 31, 32, 22], trained_mask=[True, False, False, True])
+    batch = pad([turns, SAMPLES[1]], pad_id=0)
+    assert batch.input_ids[0].tolist() == [11, 21, 31, 32, 22]
+    assert batch.loss_mask.int().tolist() == [[0, 1, 0, 0, 1], [0, 1, 0, 0, 0]]
+    assert batch.completion_mask.int().tolist() == [[0, 1, 1, 1, 1], [0, 1, 0, 0, 0]]
+    assert batch.weight_versions.tolist() == [[-1, 2, -1, -1, 2], [-1, 2, -1, -1, -1]]
+    assert batch.rollout_logprobs.tolist() == [[0, -0.25, 0, 0, -1.0], [0, -0.25, 0, 0, 0]]
+    cut = replace(turns, is_truncated=True, finish_reason="length")
+    assert pad([cut], pad_id=0, trains_truncated=False).loss_mask.sum() == 0
 
 
 def test_aln_3_a_sample_cut_inside_its_prompt_has_no_loss_token():

@@ -42,7 +42,7 @@ def test_holds_everything_under_checksums(run):
     assert checkpoint.latest(path.parent) == path
     state = checkpoint.load_state(path)
     assert (state.step, state.weight_version, state.data["next_index"]) == (3, 0, 0)
-    assert state.plan["kv_exponents"] == run.applied.plan.summary()["kv_exponents"]
+    assert state.plan["static_exponents"] == run.applied.plan.summary()["static_exponents"]
 
 
 def test_loads_in_plain_transformers_with_equal_logits(run):

@@ -44,13 +44,11 @@ def test_a_runs_checkpoint_is_rounded_with_the_runs_exponents(tiny, tmp_path):
     manifest = train(config)
     path = tmp_path / "run" / "checkpoints" / "step_000001"
     state = json.loads((path / "state.json").read_text())
-    assert [[s.k_exponent, s.v_exponent] for s in load_deployed(path).plan.layers] == state["plan"][
-        "kv_exponents"
-    ]
+    assert load_deployed(path).plan.summary()["static_exponents"] == state["plan"]["static_exponents"]
     found = evaluate_checkpoint(changed(config, model__path=str(path)), num_items=6)
     assert found.accuracy == manifest["evaluations"]["1"]["accuracy"]
     assert found.mean_tokens == manifest["evaluations"]["1"]["mean_tokens"]
-    state["plan"]["kv_exponents"] = [[3, -2]] * 2
+    state["plan"]["static_exponents"] |= {"0.k": 3, "1.k": 3}
     (path / "state.json").write_text(json.dumps(state))
     assert [s.k_exponent for s in load_deployed(path).plan.layers] == [3, 3]
     assert load_deployed(path, mode="bf16").plan.num_quantized == 0

@@ -175,7 +175,12 @@ def test_transmission_is_measured_when_asked(tiny, tmp_path):
 
 def test_agreement_is_measured_by_site_and_layer_and_plotted(tiny, tmp_path):
     config = make_config(
-        *tiny, tmp_path / "run", train__agreement_every=2, train__steps=3, task__reward=PLAIN
+        *tiny,
+        tmp_path / "run",
+        train__agreement_every=2,
+        train__steps=3,
+        task__reward=PLAIN,
+        quantization__gate="none",
     )
     manifest = train(config)
     rows = metrics_of(config)
@@ -270,14 +275,20 @@ def test_a_full_disk_ends_the_run_with_the_earlier_checkpoint_intact(tiny, tmp_p
         ({"quantization__last_layers_bf16": 2}, "no module of Qwen3MoeForCausalLM was selected"),
         ({"rollout__num_pages": 1}, "page"),
         ({"train__micro_batch_tokens": 16}, r"micro_batch_tokens: a sample can have 17 .* Set it to 17"),
+        (
+            {"records__store": "tcp://127.0.0.1:9", "records__key": "/nope.key"},
+            r"^records\.key: Key .* refused: got /nope\.key: No such file or directory\. A key file has .* Make",
+        ),
     ],
     ids=["top-p", "no held-out file", "no model", "no prompts", "no reward", "bad exclude", "nothing FP4", "pool",
-         "micro-batch"],
+         "micro-batch", "no key"],
 )  # fmt: skip
 def test_mistakes_are_refused_and_the_directory_stays_usable(tiny, tmp_path, changes, message):
     config = make_config(*tiny, tmp_path / "run")
     with pytest.raises(ConfigError, match=message):
         train(changed(config, **changes))
+    # The pool is refused by the first prompt that does not fit, when the run has begun.
+    assert (tmp_path / "run").exists() == ("rollout__num_pages" in changes)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

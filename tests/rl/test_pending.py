@@ -17,6 +17,8 @@ def samples(tiny, tmp_path):
 
 def test_round_trip(samples):
     odd = replace(samples[0], record=None, advantage=0.1 + 0.2, reward=5e-324, finish_reason="abort")
+    count = len(odd.token_ids)
+    odd = replace(odd, trained_mask=[True] * (count - 1) + [False])
     back = samples_from_bytes(samples_to_bytes([samples, [], [odd]]))
     assert list(map(len, back)) == [12, 0, 1]
     for one, two in zip([*samples, odd], [*back[0], *back[2]], strict=True):

@@ -1,5 +1,6 @@
 """A stopped run continues bit for bit: weights, moments, prompts, pending rollouts, records and metrics."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,25 +12,38 @@ from tracefp4.rl import checkpoint
 from tracefp4.rl.loop import train
 from tracefp4.rl.opening import open_run
 from tracefp4.rl.rundir import RunDirectory
-from tracefp4.store import DirectoryStore
+from tracefp4.store.reader import DirectoryReader
 
 PLAIN = "tests.rl.tiny_runs:share_plain"
-TIMES = ("rollout_seconds", "rollout_tokens_per_s", "train_seconds")
+TIMES = ("rollout_seconds", "rollout_tokens_per_s", "train_seconds", "records/wait_s", "records/read_wait_s")
+# Pending rollouts of a resumed run come from its checkpoint, not from the store.
+READS = ("records/read_bytes",)
 HARD = {
     "train__steps": 5,
     "train__rollout_ahead": 1,
     "train__optimizer_steps_per_rollout": 2,
     "train__warmup_steps": 6,
     "train__weight_decay": 0.1,
-    "run__save_records": True,
-    "run__keep_records": 2,
+    "records__store": "directory",
+    "records__keep_versions": 2,
     "loss__kl_coef": 0.01,
     "task__reward": PLAIN,
 }
 
 
 def timeless(rows):
-    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+    return [{name: value for name, value in row.items() if name not in (*TIMES, *READS)} for row in rows]
+
+
+def stored(config):
+    """Trajectory -> all its bytes in the run's store."""
+    reader = DirectoryReader(Path(config.run.dir) / "records")
+    found = {}
+    for name, is_finished in reader.trajectories().items():
+        stat = reader.stat(name)
+        found[name] = (is_finished, stat.meta, dict(reader.read(name, stat.columns, 0, stat.num_rows)))
+    reader.close()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +67,9 @@ def test_ends_in_the_same_bytes(tiny, tmp_path, whole, after):
     manifest = train(config, resume=True)
     assert manifest["final"] == whole[1]["final"]
     assert timeless(metrics_of(config)) == timeless(metrics_of(whole[0]))
-    mine, theirs = (DirectoryStore(Path(found.run.dir) / "records") for found in (config, whole[0]))
-    assert mine.keys() == theirs.keys()
-    assert {key[:6] for key in mine.keys()} == {"000003", "000004"}  # noqa: SIM118
-    assert all(mine.get(key) == theirs.get(key) for key in mine.keys())  # noqa: SIM118
+    mine, theirs = (stored(found) for found in (config, whole[0]))
+    assert {name[0] for name in theirs} == {"3", "4"}
+    assert mine == theirs
 
 
 def test_a_torn_newest_checkpoint_falls_back_to_the_one_before(tiny, tmp_path, whole):
@@ -113,9 +126,13 @@ def test_the_starting_checkpoint_may_be_gone(tiny, tmp_path):
     ids=lambda changes: next(iter(changes)),
 )
 def test_other_settings_are_refused(tiny, tmp_path, changes):
+    # Mutations: a comparison of what does not count (run.keep_last), or of values that JSON changes (tuples).
     config = stopped(tiny, tmp_path / "run", after=1)
-    with pytest.raises(ConfigError, match=r"--resume: the run was started with other settings"):
-        train(changed(config, **changes), resume=True)
+    ((name, value),) = changes.items()
+    key = name.replace("__", r"\.")
+    only = rf"other settings: {key} was [^;]+, now {json.dumps(value)}\. Only train\.steps"
+    with pytest.raises(ConfigError, match=rf"--resume: the run was started with {only}"):
+        train(changed(config, **changes, run__keep_last=7), resume=True)
 
 
 def test_output_settings_may_change(tiny, tmp_path, whole):

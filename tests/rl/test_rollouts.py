@@ -4,7 +4,10 @@ import pytest
 import torch
 from tests.rl.tiny_runs import make_config
 
+from tracefp4.guidance import Site
 from tracefp4.guidance.joining import records_equal
+from tracefp4.patching.budget import decisions_for, record_bytes
+from tracefp4.patching.catalogue import shape_by_name
 from tracefp4.rl.loop import _maker
 from tracefp4.rl.opening import open_run
 from tracefp4.rl.rollouts import bytes_per_token
@@ -65,6 +68,9 @@ def test_references_keep_whole_codes_and_are_spread_over_the_step(tiny, tmp_path
     for sample in rollout.references:
         assert {part.codec for part in sample.record.sites.values()} == {"full"}
         assert records_equal(sample.record.recode("mantissa"), kept[sample.trajectory])
+        # RES-1: three kept records do not hold the memory of all twelve.
+        payload = sample.record.sites[Site("x", 0)].payload
+        assert payload.untyped_storage().nbytes() == payload.numel()
 
 
 def test_bytes_are_computed_without_recoding(tiny, tmp_path):
@@ -86,6 +92,32 @@ def test_without_guidance_only_the_routing_is_recorded(tiny, tmp_path):
     _, (rollout,) = make(tiny, tmp_path / "run", quantization__guidance="none")
     assert all(s.record.sites == {} and s.record.routed is not None for s in rollout.samples)
     assert rollout.metrics["guidance_bytes_per_token"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("mode", "guidance", "replay_routing"),
+    [
+        ("fp4", "secded", True),
+        ("fp4", "secded", False),
+        ("fp4", "none", True),
+        ("fp4", "none", False),
+        ("bf16", "none", True),
+    ],
+)
+def test_samples_keep_the_bytes_that_plan_counts(tiny, tmp_path, mode, guidance, replay_routing):
+    run, (rollout,) = make(
+        tiny, tmp_path / "run", quantization__mode=mode, quantization__guidance=guidance,
+        quantization__replay_routing=replay_routing,
+    )  # fmt: skip
+    rules, shape = run.config.quantization, shape_by_name(str(tiny[0]))
+    counted = record_bytes(shape, decisions_for(shape, rules), rules)
+    assert counted.routed_ids == (4 if replay_routing else 0)  # two layers, two of four experts
+    for sample in rollout.samples:
+        held = sample.record.num_bytes()
+        assert (held.total, held.routed) == (
+            sample.record.length * counted.total,
+            sample.record.length * counted.routed_ids,
+        )
 
 
 def test_penalized_truncation_gets_reward_zero(tiny, tmp_path):

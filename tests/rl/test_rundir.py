@@ -40,6 +40,18 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
         RunDirectory(tmp_path / "file" / "run", resume=False)
 
 
+def test_a_refused_start_leaves_no_directory_of_its_own(tmp_path):
+    # Mutations: the directory stays; one that was there before is removed, or one that holds a file.
+    (tmp_path / "before").mkdir()
+    for name, is_written in [("before", False), ("a/new", False), ("written", True)]:
+        directory = RunDirectory(tmp_path / name, resume=False)
+        with pytest.raises(KeyError), directory.removed_if_refused():
+            if is_written:
+                directory.write_json("manifest.json", {})
+            raise KeyError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "written"]
+
+
 def test_checkpoints_of_something_else_are_not_adopted(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="holds no run .* but checkpoints"):

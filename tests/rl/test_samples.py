@@ -7,7 +7,7 @@ import torch
 
 from tracefp4.errors import ConfigError, RecordError
 from tracefp4.guidance.record import Record, RecordIdentity
-from tracefp4.rl.samples import TrainingSample, check_logprobs
+from tracefp4.rl.samples import TrainingSample, check_logprobs, spread
 
 
 def rows(length, *, start=0, trajectory="a"):
@@ -113,3 +113,53 @@ def test_other_fields_outside_their_range_are_refused(fields, error):
         sample(**fields)
     with pytest.raises(ConfigError, match="max_tokens"):
         sample().truncate(0)
+
+
+def test_untrained_tokens_have_no_log_prob_and_no_version():
+    # Mutation: the environment's tokens keep what the caller put there.
+    found = sample(
+        1,
+        5,
+        rollout_logprobs=[-0.5, None, math.nan, 1.0, -0.25],
+        weight_versions=[3, None, 0, 0, 4],
+        trained_mask=[1, 0, 0, 0, 1],
+    )
+    assert found.trained_mask == (True, False, False, False, True)
+    assert found.rollout_logprobs == (-0.5, 0.0, 0.0, 0.0, -0.25)
+    assert found.weight_versions == (3, -1, -1, -1, 4)
+    assert found.num_trained == 2
+    assert sample(1, 5).num_trained == 5 and sample(1, 2).trained_flags == (True, True)
+    with pytest.raises(RecordError, match="log-prob None at completion position 4"):
+        sample(1, 5, rollout_logprobs=[-0.5, 0, 0, 0, None], trained_mask=[1, 0, 0, 0, 1])
+
+
+def test_ver_1_the_lag_of_a_sample_is_that_of_its_trained_tokens():
+    # Mutation: a tool's answer without a version makes every sample too old.
+    found = sample(1, 8, weight_versions=[7, 7, 7, 8, 9, 9, 9, 9])
+    assert found.version_lag(9) == 2
+    turns = sample(1, 8, weight_versions=[None] * 3 + [8] + [9] * 4, trained_mask=[False] * 3 + [True] * 5)
+    assert turns.version_lag(9) == 1
+    assert sample(1, 2, weight_versions=[0, 0], trained_mask=[False, False]).version_lag(9) == 0
+
+
+def test_aln_3_flags_are_cut_with_their_tokens_and_refused_at_another_length():
+    found = sample(1, 5, trained_mask=[True, False, True, True, True]).truncate(3)
+    assert found.trained_mask == (True, False)
+    with pytest.raises(RecordError, match="4 trained_mask for 6 completion"):
+        sample(trained_mask=[True] * 4)
+
+
+@pytest.mark.parametrize(
+    ("num", "count", "expected"),
+    [
+        (12, 8, [0, 1, 3, 4, 6, 7, 9, 10]),
+        (7, 4, [0, 1, 3, 5]),
+        (6, 2, [0, 3]),
+        (3, 9, [0, 1, 2]),
+        (0, 4, []),
+        (5, 0, []),
+    ],
+)
+def test_items_are_spread_over_the_whole_whatever_their_number(num, count, expected):
+    # Mutation: items[:: num // count][:count], which takes the first 8 of 12: groups at the end are never seen.
+    assert spread(range(num), count=count) == expected

@@ -14,6 +14,7 @@ from tracefp4.rl.opening import open_run
 from tracefp4.rl.rundir import RunDirectory
 from tracefp4.rl.sync import build_engine
 from tracefp4.rl.trainer import with_advantages
+from tracefp4.rl.update import Updater, mismatch_of, mismatch_of_lags
 from tracefp4.rollout import SamplingParams
 
 NO_CAP = LossConfig(tis_cap=None)
@@ -160,6 +161,39 @@ def test_masked_truncated_samples_are_not_trained(run, samples):
     assert metrics["num_tokens"] == sum(len(sample.token_ids) for sample in samples)
 
 
+def with_answers(samples):
+    """The samples with every second completion token written by the environment."""
+    flags = [tuple(i % 2 == 0 for i in range(len(sample.token_ids))) for sample in samples]
+    return [replace(sample, trained_mask=mask) for sample, mask in zip(samples, flags, strict=True)]
+
+
+def test_tokens_of_the_environment_enter_neither_loss_nor_metrics(run, samples):
+    # Mutations: a denominator over the completion; mismatch over all tokens; a weight from a log-prob of 0.
+    turns = with_answers(samples)
+    old = list(run.trainer.score(samples).logprobs)
+    poisoned = [
+        torch.where(torch.tensor(sample.trained_flags), values, torch.nan)
+        for sample, values in zip(turns, old, strict=True)
+    ]
+    before = masters(run.trainer)
+    metrics, seen = update(run.trainer, turns, old_logprobs=poisoned, lr_scale=0.0)
+    assert metrics["num_tokens"] == sum(sample.num_trained for sample in turns)
+    assert metrics["ratio_max"] == metrics["ratio_min"] == 1.0
+    assert [len(values) for values in seen] == [len(sample.token_ids) for sample in turns]
+    assert all(torch.equal(a, b) for a, b in zip(before, masters(run.trainer), strict=True))
+    assert mismatch_of(turns, seen)["mismatch/num_tokens"] == metrics["num_tokens"]
+    assert mismatch_of_lags(turns, seen, version=0) == {}, "their version is not a lag"
+    spoiled = [torch.where(torch.isnan(p), 1e3, s) for p, s in zip(poisoned, seen, strict=True)]
+    assert mismatch_of(turns, spoiled) == mismatch_of(turns, seen)
+
+
+def test_a_sample_that_the_policy_wrote_nothing_of_takes_no_step(run, samples):
+    none = [replace(sample, trained_mask=(False,) * len(sample.token_ids)) for sample in samples]
+    updater = Updater(run.trainer, run.config)
+    found = updater.update(none, optimizer_step=0, version=0)
+    assert updater.steps_taken == 0 and found["trained_samples"] == 0
+
+
 def test_the_gradient_does_not_depend_on_micro_batches(tiny, tmp_path):
     norms = []
     for budget in (ALONE, 1000):
@@ -185,13 +219,28 @@ def test_log_probs_of_other_samples_are_refused(run, samples):
 
 def test_activation_checkpointing_changes_no_gradient(tiny, tmp_path):
     found = []
-    for is_on in (False, True):
-        config = make_config(*tiny, tmp_path / str(is_on), train__activation_checkpointing=is_on)
+    for kept in ("none", "full"):
+        config = make_config(*tiny, tmp_path / kept, train__activation_checkpointing=kept)
         run = open_run(config, RunDirectory(config.run.dir, resume=False), resume=False)
         metrics, _ = update(run.trainer, make_samples(run))
         found.append((metrics, masters(run.trainer)))
+        is_on = run.applied.model.is_gradient_checkpointing and run.applied.model.training
+        assert is_on == (kept == "full")
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_a_recipe_may_pack(tiny, tmp_path):
+    # Mutation: an option that reaches no trainer.
+    found = []
+    for packing in (False, True):
+        config = make_config(*tiny, tmp_path / str(packing), train__packing=packing)
+        run = open_run(config, RunDirectory(config.run.dir, resume=False), resume=False)
+        assert run.trainer.packing == packing
+        found.append(update(run.trainer, make_samples(run))[0])
+    assert found[0]["num_tokens"] == found[1]["num_tokens"]
+    # float32 sums over another number of rows, then bf16 roundings of their results
+    assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=0.02)
 
 
 def test_the_share_of_values_followed_is_reported(run, samples):
@@ -199,6 +248,15 @@ def test_the_share_of_values_followed_is_reported(run, samples):
     tokens = sum(sample.num_tokens for sample in samples)
     assert metrics["guidance/followed_fraction"] == pytest.approx((tokens - len(samples)) / tokens)
     assert 0 < metrics["guidance/changed_fraction"] < 0.5
+
+
+def test_the_share_of_values_changed_is_of_those_with_a_record(run, samples):
+    # Mutation: samples without a record in the denominator. Alone, or beside others: the same share.
+    bare = [replace(sample, record=None) for sample in samples]
+    alone = replace(run.trainer, micro_batch_tokens=ALONE).score(samples).values_changed_fraction
+    beside = replace(run.trainer, micro_batch_tokens=ALONE).score([*samples, *bare]).values_changed_fraction
+    assert alone == beside > 0
+    assert run.trainer.score(bare).values_changed_fraction == 0.0
 
 
 def test_a_run_without_guidance_reports_none(tiny, tmp_path):

@@ -79,3 +79,30 @@ def test_without_an_update_there_is_nothing_to_see(tiny, tmp_path):
     assert found["transmission/num_tokens"] == len(samples[0].token_ids) + len(samples[3].token_ids)
     empty = replace(samples[0], token_ids=(), rollout_logprobs=(), weight_versions=(), record=None)
     assert TransmissionProbe(run.trainer, [empty], num_samples=2).finish() == {}
+
+
+def test_samples_of_different_ages_are_reported_apart(tiny, tmp_path):
+    run = open_tiny(tiny, tmp_path / "run", train__lr=1e-3)
+    samples = make_samples(run, count=24)
+    made = [
+        replace(sample, weight_versions=(i % 2,) * len(sample.token_ids)) for i, sample in enumerate(samples)
+    ]
+    probe = TransmissionProbe(run.trainer, made, num_samples=24, version=1)
+    update(run.trainer, samples)
+    found = probe.finish()
+    tokens = [sum(len(sample.token_ids) for sample in made[i::2]) for i in (0, 1)]
+    assert [found[f"lag{lag}/transmission/num_tokens"] for lag in (1, 0)] == tokens
+    assert found["transmission/num_tokens"] == sum(tokens)
+    assert min(found[f"lag{lag}/guidance/followed_values_fraction"] for lag in (0, 1)) > 0.8
+    slopes = [found[f"lag{lag}/transmission/slope"] for lag in (0, 1)]
+    assert min(slopes) <= found["transmission/slope"] <= max(slopes)
+
+
+def test_one_age_that_is_not_the_present_is_named(tiny, tmp_path):
+    run = open_tiny(tiny, tmp_path / "run", train__lr=1e-3)
+    samples = make_samples(run)
+    probe = TransmissionProbe(run.trainer, samples, num_samples=6, version=3)
+    update(run.trainer, samples)
+    found = probe.finish()
+    assert found["lag3/transmission/slope"] == found["transmission/slope"]
+    assert not any(name.startswith("lag0/") for name in found)

@@ -16,6 +16,7 @@ from tracefp4.rl.rundir import RunDirectory
 from tracefp4.rl.update import (
     Updater,
     evaluation_params,
+    followed_of_lags,
     loss_config,
     merge_steps,
     mismatch_of,
@@ -30,6 +31,11 @@ DEFAULTS = GenerationDefaults(stop_token_ids=(1,), temperature=0.7, top_p=1.0, t
 def open_tiny(tiny, path, **changes):
     config = make_config(*tiny, path, **changes)
     return open_run(config, RunDirectory(config.run.dir, resume=False), resume=False)
+
+
+@pytest.fixture
+def run(tiny, tmp_path):
+    return open_tiny(tiny, tmp_path / "run")
 
 
 def test_old_log_probs_are_guided_so_ratios_carry_no_rounding_noise(tiny, tmp_path):
@@ -189,6 +195,21 @@ def test_norms_and_guidance_are_means_over_steps():
     assert (found["grad_norm"], found["optimizer_steps_skipped"], found["num_tokens"]) == (2.0, 1.0, 45.0)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_share_that_only_some_steps_have_is_the_mean_over_those(order):
+    # Mutation: the names of the first step are read from every step.
+    common = {
+        "num_tokens": 3.0,
+        "grad_norm": 1.0,
+        "optimizer_steps_skipped": 0.0,
+        "guidance/followed_fraction": 1.0,
+    }
+    parts = [common, {**common, "rounding/clipped_fraction": 0.25, "guidance/followed_fraction": 0.5}]
+    found = merge_steps(parts[::order])
+    assert found["rounding/clipped_fraction"] == 0.25
+    assert found["guidance/followed_fraction"] == 0.75
+
+
 def test_the_kl_term_needs_a_reference(tiny, tmp_path):
     run = open_tiny(tiny, tmp_path / "run")
     with pytest.raises(ConfigError, match="loss.kl_coef: 0.1 needs a reference policy"):
@@ -252,6 +273,34 @@ def test_mismatch_by_lag_adds_up_to_the_whole(tiny, tmp_path):
     weighted = sum(n * mean for n, mean in zip(counts, means, strict=True)) / sum(counts)
     assert weighted == pytest.approx(whole["mismatch/abs_mean"])
     assert mismatch_of_lags(samples, logprobs, version=0) == {}
+
+
+def test_ver_1_a_sample_of_several_versions_is_reported_token_by_token(run):
+    # Mutations: the version of the first token for all; records attributed by the trainer's version.
+    sample = make_samples(run)[0]
+    count = len(sample.token_ids)
+    assert count == 8
+    mixed = replace(sample, weight_versions=(7, 7, 7, 8, 9, 9, 9, 9))
+    assert mixed.version_lag(9) == 2
+    (logprobs,) = run.trainer.score([mixed]).logprobs
+    found = mismatch_of_lags([mixed], [logprobs], version=9)
+    assert [found[f"lag{lag}/mismatch/num_tokens"] for lag in (0, 1, 2)] == [4, 1, 3]
+    gap = (logprobs.double() - torch.tensor(mixed.rollout_logprobs, dtype=torch.float64)).abs()
+    assert found["lag1/mismatch/abs_mean"] == pytest.approx(gap[3].item())
+    followed = followed_of_lags([mixed], version=9)
+    assert followed == {f"lag{lag}/guidance/followed_fraction": 1.0 for lag in (0, 1, 2)}
+    record = mixed.record
+    valid = record.valid.clone()
+    valid[len(mixed.prompt_ids) - 1 + torch.tensor([0, 2, 7])] = False  # what tokens 0, 2 and 7 came from
+    lost = replace(mixed, record=replace(record, valid=valid))
+    found = followed_of_lags([lost, replace(mixed, record=None)], version=9)
+    assert found == {
+        "lag0/guidance/followed_fraction": 3 / 8,
+        "lag1/guidance/followed_fraction": 1 / 2,
+        "lag2/guidance/followed_fraction": 1 / 6,
+    }
+    turns = replace(mixed, trained_mask=(False,) * 4 + (True,) * 4)
+    assert followed_of_lags([turns], version=9) == {}, "what is left is of this version"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from tracefp4.rl.checkpoint import save_model
 from tracefp4.rl.config import (
     LossConfig,
     ModelConfig,
+    RecordsConfig,
     RolloutConfig,
     RunConfig,
     RunSettings,
@@ -38,6 +39,7 @@ TABLES = {
     "quantization": PlanRules,
     "train": TrainConfig,
     "loss": LossConfig,
+    "records": RecordsConfig,
     "run": RunSettings,
 }
 
@@ -87,6 +89,7 @@ def tables(checkpoint, prompts, run_dir, **changes):
         "quantization": {"mode": "fp4", "guidance": "mantissa"},
         "train": {"steps": 3, "lr": 3e-3, "truncated": "train", "micro_batch_tokens": 128},
         "loss": {},
+        "records": {},
         "run": {"dir": str(run_dir), "checkpoint_every": 1, "eval_items": 0},
     }
     for name, value in changes.items():

@@ -7,17 +7,19 @@ from tests.assertions import assert_bitwise
 from tests.models.tiny_models import bf16, fp4, tiny_model
 from tests.rollout.engines import make_engine, make_prompts, sampled
 
-from tracefp4.errors import ConfigError
+from tracefp4.errors import ConfigError, RecordError
+from tracefp4.formats.precision import scheme_digest
 from tracefp4.formats.tensor import BlockTensor
-from tracefp4.guidance import Site
-from tracefp4.rollout.recorder import default_sites, scheme_digest
+from tracefp4.guidance import Site, records_equal
+from tracefp4.guidance.builder import StepLog
+from tracefp4.rollout.recorder import default_sites
 
 
 def test_default_sites_are_x_k_v_and_routing_of_every_layer():
     (row,) = make_engine().generate(make_prompts(1), sampled(5))
     record = row[0].record
     assert set(record.sites) == {Site(kind, layer) for kind in ("x", "k", "v") for layer in (0, 1)}
-    assert record.routed.shape == (record.length, 2, 2) and record.routed.dtype == torch.int16
+    assert record.routed.shape == (record.length, 2, 2) and record.routed.dtype == torch.uint8
     assert {part.codec for part in record.sites.values()} == {"full"}
     assert (
         record.sites[Site("k", 1)].static_exponent == 0 and record.sites[Site("v", 0)].static_exponent == -3
@@ -103,3 +105,71 @@ def test_recording_changes_no_output():
     assert [[c.token_ids for c in row] for row in with_records] == [
         [c.token_ids for c in row] for row in without
     ]
+
+
+def test_lif_4_a_layer_that_records_nothing_raises_at_the_first_request(monkeypatch):
+    engine = make_engine()
+    observe = StepLog.observe
+
+    def deaf(log, site, rounded):
+        if site.layer != 1:
+            observe(log, site, rounded)
+
+    monkeypatch.setattr(StepLog, "observe", deaf)
+    with pytest.raises(RecordError, match=r"layers\.1\.k.*recorded nothing"):
+        engine.generate([[1, 2, 3]], sampled(2))
+    monkeypatch.undo()
+    assert not engine.has_work and engine._recorder.num_rows == 0
+    assert len(engine.generate([[1, 2, 3]], sampled(2))[0][0].token_ids) == 2
+
+
+def test_aln_1_three_tokens_after_a_prompt_of_two_have_four_rows():
+    """Row i belongs to input i; token 4 was never an input and has no row, and no log-prob read one."""
+    engine = make_engine(control=True)
+    ((c,),) = engine.force([[11, 12]], [[[21, 22, 23]]])
+    ((other,),) = engine.force([[11, 12]], [[[21, 22, 7]]])
+    assert (c.record.start, c.record.length, len(c.logprobs)) == (0, 4, 3)
+    c.record.check_tokens(5)
+    for site, part in c.record.sites.items():
+        assert_bitwise(part.payload, other.record.sites[site].payload)
+    ((longer,),) = engine.force([[11, 12]], [[[21, 22, 23, 9]]])
+    assert longer.logprobs[:3] == c.logprobs and longer.record.length == 5
+
+
+def test_aln_5_the_ids_of_a_completion_are_the_sampled_ones_whatever_their_text():
+    """A decoder under which two tokens have the text of a third: nothing is ever encoded again."""
+    texts = {3: "a", 4: "b", 7: "ab"}
+    engine = make_engine(decode=lambda ids: "".join(texts.get(i, "?") for i in ids))
+    ((c,),) = engine.force([[1]], [[[3, 4]]])
+    assert c.token_ids == [3, 4] and len(c.logprobs) == 2 and c.record.length == 2
+    ((free,),) = engine.generate([[1, 2]], sampled(9, stop=("ab",), keeps_stop=True))
+    ((same,),) = engine.generate([[1, 2]], sampled(len(free.token_ids)))
+    assert free.token_ids == same.token_ids
+
+
+def test_a_pass_that_fails_leaves_no_rows_and_can_be_run_again(monkeypatch):
+    """Also for requests that were there before: their next pass is the one that failed."""
+    engine, prompts = make_engine(control=True), [[1, 2, 3], [4, 5]]
+    expected = make_engine(control=True).generate(prompts, sampled(5, seed=1))
+    for index, prompt in enumerate(prompts):
+        engine.submit(prompt, sampled(5, seed=1), prompt_index=index)
+    engine.step()
+    forward = engine._model.weights.__class__.__getitem__
+
+    def fail_in_the_second_layer(weights, name):
+        if name == "model.layers.1.self_attn.o_proj.weight":
+            raise MemoryError
+        return forward(weights, name)
+
+    rows = engine._recorder.num_rows
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._model.weights.__class__, "__getitem__", fail_in_the_second_layer)
+            with pytest.raises(MemoryError):
+                engine.step()
+        assert engine._recorder.num_rows == rows
+    while engine.has_work:
+        engine.step()
+    for c, (other,) in zip(engine.take_finished(), expected, strict=True):
+        assert (c.token_ids, c.logprobs) == (other.token_ids, other.logprobs)
+        assert records_equal(c.record, other.record)

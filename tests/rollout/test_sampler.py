@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tracefp4.rollout.noise import noise_key, uniform
-from tracefp4.rollout.sampler import DrawBatch, draw, inverse_cdf, truncated
+from tracefp4.ops.sample import Draws, draw
+from tracefp4.ops.sample.noise import uniform
+from tracefp4.ops.sample.reference import inverse_cdf, truncated
+from tracefp4.rollout.noise import noise_key
 
 
 def batch(size, *, temperature=1.0, top_k=0, top_p=1.0, seed=0):
-    return DrawBatch(
+    return Draws(
         keys=torch.tensor(
             [noise_key(seed=seed, prompt_index=i, sample_index=0) for i in range(size)], dtype=torch.int64
         ),
@@ -51,7 +53,7 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch():
     alone = batch(33)
     for i in (0, 7, 32):
         columns = {f: getattr(alone, f) for f in alone.__slots__}
-        one = DrawBatch(**{f: None if column is None else column[i : i + 1] for f, column in columns.items()})
+        one = Draws(**{f: None if column is None else column[i : i + 1] for f, column in columns.items()})
         token, logprob = draw(logits[i : i + 1], one)
         assert token[0] == tokens[i] and logprob[0] == logprobs[i]
 

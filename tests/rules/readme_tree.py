@@ -11,8 +11,8 @@ README = ROOT / "README.md"
 SLOT = re.compile(r"(?<=<!-- tree:begin -->\n).*?(?=<!-- tree:end -->)", flags=re.S)
 # from the top of the import order to its bottom
 ROOMS = (
-    "cli", "study", "rl", "rollout", "patching", "qat", "models", "kvcache", "diagnostics", "guidance", "ops",
-    "formats", "store",
+    "cli", "bench", "study", "rl", "rollout", "checkpoints", "patching", "qat", "models", "kvcache", "diagnostics",
+    "guidance", "ops", "formats", "store", "coding",
 )  # fmt: skip
 WIDTH = 110
 INDENT = 15

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 from tracefp4.errors import ConfigError
 from tracefp4.rl.config import RunConfig
 
-_BARE_WORD = re.compile(r"[A-Za-z_~./][A-Za-z0-9_.:/~\\-]*")
+_BARE_WORD = re.compile(r"[A-Za-z_~./][A-Za-z0-9_.:/~+\\-]*")
 _NAMES = {float: "float", int: "integer", bool: "true or false", str: "string", tuple: "list"}
 
 

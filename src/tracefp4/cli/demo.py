@@ -25,7 +25,8 @@ def demo(
 ) -> None:
     """Warm-start a small mixture of experts, train it in BF16, FP4 and guided FP4, and compare.
 
-    Takes about four minutes on two CPU cores. Exit code 1: the run finished and one of its claims does not hold.
+    Takes about four minutes on two CPU cores. Exit code 1: the run finished
+    and one of its claims does not hold.
     """
     from tracefp4.cli.progress import DemoPrinter, print_table
     from tracefp4.diagnostics.report import render, summary_tables

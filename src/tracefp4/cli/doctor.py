@@ -14,10 +14,16 @@ PACKAGES = (
     "numpy",
     "safetensors",
     "tokenizers",
-    "triton",
     "reasoning-gym",
     "math-verify",
+    "cuda-core",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "pyzmq",
+    "tensorboard",
+    "wandb",
 )
+"""Distributions that the project imports; from `cuda-core` on, those of its extras."""
 
 
 def doctor(as_json: JsonOption = False) -> None:

@@ -9,7 +9,9 @@ from tracefp4.cli.options import ModeOption, SeedOption
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="A local Hugging Face checkpoint directory.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A local Hugging Face checkpoint directory, BF16 or FP4.")
+    ],
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts.")],
     mode: ModeOption = "fp4",
     chat: Annotated[
@@ -25,12 +27,17 @@ def generate(
     samples: Annotated[int, typer.Option("--samples", help="Completions per prompt.", min=1)] = 1,
     seed: SeedOption = 0,
 ) -> None:
-    """Generate completions."""
+    """Generate completions.
+
+    An FP4 checkpoint is computed with as it is stored, K and V as the run
+    rounded them that exported it; where none did, they are calibrated.
+    """
     from dataclasses import replace
 
     from tracefp4.rl.deployment import generate_text, load_deployed
 
     deployed = load_deployed(checkpoint, mode=mode)
+    typer.echo(deployed.cache, err=True)
     params = replace(deployed.params, max_tokens=max_tokens, n=samples, seed=seed)
     if temperature is not None:
         params = replace(params, temperature=temperature)

@@ -2,11 +2,15 @@
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracefp4.cli.options import JsonOption
+from tracefp4.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tracefp4.patching.budget import GuidanceBytes
 
 
 def plan(
@@ -17,8 +21,15 @@ def plan(
         ),
     ],
     codec: Annotated[
-        str, typer.Option("--codec", metavar="mantissa|full|none", help="What is recorded per value.")
-    ] = "mantissa",
+        str,
+        typer.Option(
+            "--codec",
+            metavar="none|auto|<codes>[+<scales>]",
+            help="What a record keeps. Codes: full (4 bits), low2, mantissa (the lowest bit), or syndromes of the "
+            "lowest bits: secded, parity<g>, bch<n>_<t>. Scales: raw (8 bits a block), coset2, coset1, or such a "
+            "syndrome. mantissa_lean is mantissa+coset2. auto: chosen by site from measured noise.",
+        ),
+    ] = "bch64_3+coset1",
     layers: Annotated[
         str,
         typer.Option(
@@ -42,19 +53,23 @@ def plan(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every module's decision, guidance bytes per token, memory in BF16 and FP4, and what fits a
-    card.
-    """
+    """Show what becomes FP4 and why, guidance bytes per token, memory, and what fits a card."""
     from tracefp4.patching import budget
     from tracefp4.patching.catalogue import shape_by_name
-    from tracefp4.patching.rules import PlanRules
+    from tracefp4.patching.rules import AUTO, PlanRules
 
     shape = shape_by_name(model)
     kinds = tuple(kind.strip() for kind in sites.split(",") if kind.strip())
-    rules = PlanRules(guidance=codec, layers=layers, sites=kinds, exclude=tuple(exclude or ()))
+    try:
+        rules = PlanRules(guidance=codec, layers=layers, sites=kinds, exclude=tuple(exclude or ()))
+    except ConfigError as error:  # which names the keys of a recipe; the options here have their names
+        own = str(error).replace("quantization.guidance:", "--codec:").replace("quantization.", "--", 1)
+        raise ConfigError(own) from error
     decisions = budget.decisions_for(shape, rules)
-    record = budget.record_bytes(shape, decisions, rules)
-    memory = budget.memory(shape, decisions, context=context, batch=batch)
+    by_codec = budget.bytes_by_codec(shape, decisions, rules)
+    # Under auto no codec is chosen yet, and there is no one record to weigh.
+    record = None if rules.guidance == AUTO else budget.record_bytes(shape, decisions, rules)
+    memory = budget.memory(shape, decisions, context=context, batch=batch, weight=rules.weight)
     usable = int(budget.card_bytes(card) * budget.USABLE_FRACTION)
     if as_json:
         modules = [
@@ -66,19 +81,33 @@ def plan(
             "note": shape.note,
             "rules": asdict(rules),
             "modules": modules,
-            "guidance_bytes_per_token": asdict(record) | {"total": record.total},
+            "guidance_bytes_per_token": None if record is None else _with_total(record),
+            "guidance_bytes_by_codec": {name: _with_total(found) for name, found in by_codec.items()},
             "memory_bytes": asdict(memory) | {"context": context, "batch": batch},
             "card": {"name": card, "usable_bytes": usable},
             "fits": {name: need <= usable for name, need in budget.needs(memory).items()},
         }
         typer.echo(json.dumps(answer, indent=2))
         return
-    from tracefp4.cli.plan_tables import decision_table, fit_table, guidance_table, memory_table
+    from tracefp4.cli.plan_tables import (
+        codec_table,
+        decision_table,
+        fit_table,
+        guidance_table,
+        memory_table,
+    )
     from tracefp4.cli.progress import print_table
 
     print_table(decision_table(shape, decisions, rules, is_full=all_modules))
-    print_table(guidance_table(record, rules))
+    if record is not None:
+        print_table(guidance_table(record, rules))
+    if by_codec:
+        print_table(codec_table(by_codec, rules))
     print_table(memory_table(memory, context=context, batch=batch))
     print_table(fit_table(memory, card=card, usable=usable))
     if shape.note:
         typer.echo(f"note: {shape.note}")
+
+
+def _with_total(record: "GuidanceBytes") -> dict[str, int]:
+    return asdict(record) | {"total": record.total}

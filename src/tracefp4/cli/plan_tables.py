@@ -1,10 +1,11 @@
 """The tables of `tracefp4 plan`: decisions, bytes per token, memory, and the verdict for a card."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from tracefp4.coding import codec_by_name
 from tracefp4.diagnostics.report import Table
-from tracefp4.patching.budget import GIB, GuidanceBytes, Memory, guided_kinds, needs
+from tracefp4.patching.budget import GIB, GuidanceBytes, Memory, block_of, guided_kinds, needs
 from tracefp4.patching.rules import ModuleDecision, PlanRules
 from tracefp4.patching.shapes import ModelShape
 
@@ -64,6 +65,33 @@ def ranges(layers: Sequence[int]) -> str:
     if len(steps) == 1:
         return f"{layers[0]}, {layers[1]}, ..., {layers[-1]}"
     return f"{len(layers)} of {layers[0]}-{layers[-1]}"
+
+
+def codec_table(found: Mapping[str, GuidanceBytes], rules: PlanRules) -> Table:
+    """Compare the codecs over the plan's sites; the chosen one is marked."""
+    block = block_of(rules.activation)
+    rows = tuple(
+        (
+            f"{name} *" if name == rules.guidance else name,
+            f"{codec_by_name(name).bits_per_value(block_size=block):.4g}",
+            f"{record.activations:,}",
+            f"{record.kv:,}",
+            f"{record.total:,}",
+        )
+        for name, record in found.items()
+    )
+    marked = (
+        "* is this plan's codec." if rules.guidance in found else "auto chooses among them by measured noise."
+    )
+    return Table(
+        title=f"Guidance by codec, bytes per token (layers {rules.layers})",
+        header=("codec", "bits per value", "activations", "KV", "total"),
+        rows=rows,
+        caption=(
+            f"{marked} Bits per value count codes and block scales; the total also row exponents and routed ids. A "
+            "codec of fewer bits serves where trainer and rollout differ in fewer values."
+        ),
+    )
 
 
 def guidance_table(record: GuidanceBytes, rules: PlanRules) -> Table:

@@ -27,8 +27,14 @@ class StepPrinter:
         reward, mismatch = number(metrics.get(REWARD_KEY), digits=3), number(metrics.get(MISMATCH_KEY))
         typer.echo(
             f"{self._label} {step:4d}/{self._total}   reward {reward:>6}   mean |d log p| {mismatch:>8}   "
-            f"{elapsed_s:5.0f} s"
+            f"{elapsed_s:5.0f} s{_hint(metrics)}"
         )
+
+
+def _hint(metrics: Mapping[str, Any]) -> str:
+    """Why a rollout gives nothing to train on, where it does not."""
+    is_skipped = bool(metrics.get("groups")) and metrics.get("groups_skipped") == metrics["groups"]
+    return "   skipped: rewards are equal within every group" if is_skipped else ""
 
 
 class DemoPrinter:
@@ -65,3 +71,30 @@ def print_table(table: Table) -> None:
     if table.caption:
         console.print(escape(table.caption), style="dim")
         console.print()
+
+
+class ProgressBar:
+    """One bar with share, amount and time left, on stderr; call it with (done, total), inside a `with` statement.
+
+    It appears with the first call: a command that refuses its arguments shows an error and nothing else.
+    """
+
+    def __init__(self, label: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._task = self._progress.add_task(label, total=None)
+
+    def __call__(self, done: int, total: int) -> None:
+        """Move the bar."""
+        self._progress.start()
+        self._progress.update(self._task, completed=done, total=total)
+
+    def __enter__(self) -> "ProgressBar":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._progress.live.is_started:
+            self._progress.stop()

@@ -22,13 +22,16 @@ def train(
 
     config = load_config(recipe, overrides=overrides or ())
     rules, task = config.quantization, config.task
+    with_environment = f" with {task.environment}" if task.environment else ""
     typer.echo(
-        f"{config.model.path}   task {task.name or task.path}   {rules.mode}, guidance {rules.guidance}   "
-        f"{config.train.steps} steps into {config.run.dir}"
+        f"{config.model.path}   task {task.name or task.path}{with_environment}   "
+        f"{rules.mode}, guidance {rules.guidance}   {config.train.steps} steps into {config.run.dir}"
     )
     if config.run.eval_items:
         typer.echo(f"evaluating {config.run.eval_items} held-out items before the first step and at the end")
-    manifest = run_training(config, resume=resume, on_step=StepPrinter(total=config.train.steps))
+    manifest = run_training(
+        config, resume=resume, on_step=StepPrinter(total=config.train.steps), on_event=typer.echo
+    )
     for step, found in sorted(manifest.get("evaluations", {}).items(), key=lambda item: int(item[0])):
         typer.echo(
             f"held-out accuracy after step {step}: {found['accuracy']:.1%} +- {found['standard_error']:.1%} "

@@ -27,6 +27,15 @@ class AgreementCounts:
     """Positions that had none and were rounded to nearest."""
     changed: int = 0
     """Values that guidance gave another codeword than nearest rounding at the same scale."""
+    guidable: int = 0
+    """Values at sites that had a guide; 0: nothing was guided."""
+    in_band: int = 0
+    """Those that were followed: inside the noise gate's band and in a row with a record (all such rows without a
+    gate)."""
+    syndrome_blocks: int = 0
+    """Blocks of syndromes that were decoded; 0 for codecs without syndromes."""
+    undecoded: int = 0
+    """Those for which no plausible set of flips was found; their values were rounded to nearest."""
     compared: int = 0
     """Values compared with the rollout's codes; 0: not measured."""
     mismatched_before: int = 0
@@ -37,6 +46,10 @@ class AgreementCounts:
     """Blocks whose scale was compared; 0: not measured."""
     mismatched_scales: int = 0
     """Compared blocks whose own scale byte or row exponent differs from the rollout's."""
+    examined: int = 0
+    """Values looked at for clipping; 0: not measured."""
+    clipped: int = 0
+    """Examined values beyond the largest code of the block scale in use (a recorded or static one)."""
 
     def __post_init__(self) -> None:
         for name, whole in (
@@ -44,6 +57,9 @@ class AgreementCounts:
             ("mismatched_after", self.compared),
             ("mismatched_scales", self.compared_scales),
             ("changed", self.values),
+            ("in_band", self.guidable),
+            ("undecoded", self.syndrome_blocks),
+            ("clipped", self.examined),
         ):
             if not 0 <= getattr(self, name) <= whole:
                 raise ConfigError(
@@ -60,11 +76,17 @@ class AgreementCounts:
             positions_guided=found.positions_guided,
             positions_missing=found.positions_missing,
             changed=int(found.values_changed),
+            guidable=0 if found.values_in_band is None else found.values,
+            in_band=int(found.values_in_band or 0),
+            syndrome_blocks=found.syndrome_blocks,
+            undecoded=int(found.blocks_undecoded or 0),
             compared=int(found.values_compared or 0),
             mismatched_before=int(found.mismatched_before or 0),
             mismatched_after=int(found.mismatched_after or 0),
             compared_scales=int(found.blocks_compared or 0),
             mismatched_scales=int(found.blocks_mismatched or 0),
+            examined=0 if found.values_clipped is None else found.values,
+            clipped=int(found.values_clipped or 0),
         )
 
     def __add__(self, other: AgreementCounts) -> AgreementCounts:
@@ -77,13 +99,17 @@ class AgreementCounts:
         """Return the rates that are defined.
 
         mismatch_before and mismatch_after: of compared values. scale_mismatch: of compared blocks.
-        changed: of values. missing: positions without a decision, of all positions.
+        changed: of values. followed: values left to the record by the gate, of values at guided sites. undecoded: of
+        syndrome blocks. clipped: of examined values. missing: positions without a decision, of all positions.
         """
         parts = {
             "mismatch_before": (self.mismatched_before, self.compared),
             "mismatch_after": (self.mismatched_after, self.compared),
             "scale_mismatch": (self.mismatched_scales, self.compared_scales),
             "changed": (self.changed, self.values),
+            "followed": (self.in_band, self.guidable),
+            "undecoded": (self.undecoded, self.syndrome_blocks),
+            "clipped": (self.clipped, self.examined),
             "missing": (self.positions_missing, self.positions_guided + self.positions_missing),
         }
         return {name: part / whole for name, (part, whole) in parts.items() if whole > 0}

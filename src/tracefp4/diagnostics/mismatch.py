@@ -160,7 +160,7 @@ def nemo_rl_metrics(pair: TokenPair) -> dict[str, float]:
         return {}
     d = pair.difference
     log_mixture = torch.logaddexp(pair.train, pair.rollout) - torch.log(
-        torch.tensor(2.0, dtype=torch.float64)
+        torch.tensor(2.0, dtype=torch.float64, device="cpu")
     )
     above_train, above_rollout = pair.train - log_mixture, pair.rollout - log_mixture
     js = (above_train.expm1() - above_train + above_rollout.expm1() - above_rollout) / 2

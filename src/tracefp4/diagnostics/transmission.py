@@ -88,7 +88,7 @@ def update_transmission(
     _, cluster = torch.unique(mask.nonzero()[:, 0], return_inverse=True)
     num_clusters = int(cluster.max()) + 1
     if num_clusters == 1:
-        cluster, num_clusters = torch.arange(a.numel()), a.numel()
+        cluster, num_clusters = torch.arange(a.numel(), device="cpu"), a.numel()
     energy = a.square().sum()
     signal_rms = (energy / a.numel()).sqrt().item()
     nan = math.nan
@@ -106,7 +106,7 @@ def update_transmission(
     residual = b - slope * a
     half_width = nan
     if num_clusters > 1:
-        scores = torch.zeros(num_clusters, dtype=torch.float64).index_add(
+        scores = torch.zeros(num_clusters, dtype=torch.float64, device="cpu").index_add(
             0, cluster.cpu(), (a * residual).cpu()
         )
         variance = scores.square().sum() / energy.cpu().square() * num_clusters / (num_clusters - 1)

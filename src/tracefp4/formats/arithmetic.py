@@ -61,6 +61,8 @@ def round_bf16(x: Tensor) -> Tensor:
     x = x.detach()
     if x.dtype == torch.float64:
         return _round_bf16_float64(x)
+    if x.dtype == torch.float32 and torch.compiler.is_compiling():
+        return _round_bf16_bits(x)
     return x.to(torch.bfloat16).to(x.dtype, copy=x.dtype == torch.bfloat16)
 
 
@@ -77,6 +79,14 @@ def round_bf16_(x: Tensor) -> Tensor:
     return x
 
 
+def _round_bf16_bits(x: Tensor) -> Tensor:
+    # compilers drop a cast to bf16 that is cast back at once, and with it the rounding; integers they must keep.
+    # Adding half of the last kept bit, less one where that bit is even, carries into the kept bits: ties to even.
+    bits = x.view(torch.int32)
+    rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) & -0x10000
+    return torch.where(x == x, rounded.view(torch.float32), x)
+
+
 def _round_bf16_float64(x: Tensor) -> Tensor:
     # (|x| + A) - A rounds |x| to a multiple of the spacing of A. A = max(|x| * (2^45 - 4), 2^45 * 2^-126)
     # has the spacing of bf16 at |x|, subnormals included; see formats/grid.py for the argument about ties
@@ -85,6 +95,7 @@ def _round_bf16_float64(x: Tensor) -> Tensor:
     anchor = (magnitude * (2.0**45 - 4.0)).clamp_(max=2.0**175)
     anchor.clamp_(min=2.0 ** (45 - 126))
     rounded = magnitude.add(anchor).sub_(anchor)
-    if not bool(rounded.amax() <= _BF16_MAX if rounded.numel() else True):
+    # a graph cannot look at values, so a compiled rounding always asks
+    if torch.compiler.is_compiling() or not bool(rounded.amax() <= _BF16_MAX if rounded.numel() else True):
         rounded = torch.where(rounded > _BF16_MAX, torch.full_like(rounded, torch.inf), rounded)
     return rounded.copysign_(x)

@@ -22,23 +22,28 @@ import torch
 from torch import Tensor
 
 from tracefp4.formats.element import E2M1, E4M3
+from tracefp4.formats.order import Tie
 
 _E4M3_MAX = E4M3.max_value
-_E2M1_VALUES = torch.tensor(E2M1.values(), dtype=torch.float64)
+_MIDPOINTS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device="cpu")
+_E2M1_VALUES = torch.tensor(E2M1.values(), dtype=torch.float64, device="cpu")
 
 
-def round_magnitude_(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Round non-negative float32 values to E2M1 magnitudes, nearest even, saturating at 6.
+def round_magnitude_(magnitude: Tensor, tie: Tie = Tie.EVEN) -> tuple[Tensor, Tensor]:
+    """Round non-negative float32 values to E2M1 magnitudes, to nearest, saturating at 6.
 
-        q = (z + A) - A,  A = max(z * (2^22 - 4), 2^22),  z = min(magnitude, 6)
+        q = (z + A) - A,  A = max(z * (2^22 - 4), 2^22),  z = min(magnitude, 6)      (ties to even)
 
     Args:
         magnitude: Finite float32, any shape, >= 0. Clamped to 6 in place: it holds z afterwards.
+        tie: Which of two equally near magnitudes is taken.
 
     Returns:
         (z, q): the clamped input (same storage) and the rounded magnitudes, a new tensor.
     """
     z = magnitude.clamp_(max=6.0)
+    if tie is Tie.TOWARD_ZERO:
+        return z, code_to_magnitude(torch.bucketize(z, _MIDPOINTS.to(z.device)).to(torch.int8))
     anchor = z * 4194300.0
     anchor.clamp_(min=4194304.0)
     rounded = z + anchor

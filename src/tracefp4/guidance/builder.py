@@ -3,11 +3,12 @@
 A step rounds N flat tokens of many sequences at every site. StepLog is the Sink of `with record(...)`: it
 keeps the step's whole tensors, and the engine keeps, per sequence, the flat row (`first row of the step` +
 place in the batch) of every position it accepts. Rejected drafts, preempted passes and shared prompts are
-then only a matter of which rows a sequence lists. `build` does one concatenation, one gather and one packing
-per site for all sequences asked for. Memory: one byte per value until built; a log serves one batch of
+then only a matter of which rows a sequence lists. `build` does one concatenation and one gather per site for all
+sequences asked for. Rows are encoded as they are observed, each on its own, so gathering afterwards gives the bytes
+that recoding a whole record would give; a log holds no more than its records' bytes (`num_bytes`), serves one batch of
 requests and is dropped after.
 
-    log = StepLog(sites=..., routed_layers=..., num_experts=E)
+    log = StepLog(sites=..., codecs=plan.codecs, routed_layers=..., num_experts=E)
     first = log.begin_step(num_tokens=N)
     with record(log): model(...)
     log.end_step()                      # raises if a site was never observed
@@ -17,19 +18,24 @@ requests and is dropped after.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tracefp4.errors import RecordError
-from tracefp4.guidance.payload import FULL
-from tracefp4.guidance.record import Record, RecordIdentity, Site, SiteRecord, has_impossible_experts
+from tracefp4.coding import Codec, codec_by_name, expert_id_bytes
+from tracefp4.errors import ConfigError, RecordError
+from tracefp4.guidance.payload import encode_block_scales, encode_codes
+from tracefp4.guidance.record import Record, RecordIdentity, Site, has_impossible_experts
+from tracefp4.guidance.site_record import FULL, SiteRecord
 
 if TYPE_CHECKING:
     from tracefp4.ops.guided_quantize import Rounded
+
+
+_ID_DTYPES = {1: torch.uint8, 2: torch.int16}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -52,31 +58,69 @@ class SequenceRows:
 class _SiteSteps:
     """What one site saw, step by step."""
 
-    codes: list[Tensor] = field(default_factory=list)
-    """uint8 [rows, K], unpacked, per step."""
+    codec: Codec
+    """What is kept of every row."""
+    payload: list[Tensor] = field(default_factory=list)
+    """uint8 [rows, codec.payload_bytes(K)], per step."""
     block_scales: list[Tensor] = field(default_factory=list)
-    """uint8 [rows, K/16], per step."""
+    """uint8 [rows, codec.scale_bytes(G)], per step."""
     exponent: list[Tensor] = field(default_factory=list)
     """int8 [rows], or 0-dim for a static scheme, per step."""
-    rows_per_token: int = 1
-    """Rows of one token, the same in every step."""
+    rows_per_token: int = 0
+    """Rows of one token, the same in every step; 0 before the first step with tokens."""
+    width: int = 0
+    """K, values per row; 0 before the first step."""
+    num_blocks: int = 0
+    """G, block scales per row."""
+
+    def hold(self, site: Site, layout: tuple[int, int, int]) -> None:
+        """Take (width, blocks per row, rows per token) from a step; 0 rows per token: the step had no tokens.
+
+        Raises: RecordError if it differs from an earlier step's, because rows could then not be told apart.
+        """
+        held = (self.width, self.num_blocks, self.rows_per_token)
+        if any(old and new and old != new for old, new in zip(held, layout, strict=True)):
+            raise RecordError(
+                f"Site {site} changed its layout between two steps of a log; got (width, blocks per row, rows per "
+                f"token) {layout} after {held}. All must be equal. Use one StepLog per model."
+            )
+        self.width, self.num_blocks = layout[:2]
+        self.rows_per_token = self.rows_per_token or layout[2]
 
 
 class StepLog:
-    """Sink that keeps the roundings of engine steps and builds records with codec `full`.
+    """Sink that keeps the roundings of engine steps and builds records.
 
     Args:
         sites: every site that each step must observe; others are not kept.
+        codecs: codec of each site; sites that it lacks are kept whole (`full`), and so are all without it.
         routed_layers: layers whose routing each step must observe; empty means routing is not recorded.
-        num_experts: ids outside 0 .. num_experts-1 are refused when records are built.
+        num_experts: sets the bytes of an id (`coding.expert_id_bytes`); other ids than 0 .. num_experts-1 are refused,
+            when their step ends if that many bytes cannot hold them, else when records are built.
+
+    Raises: ConfigError for more experts than an id can name, an unknown codec, or a codec for a site not listed.
     """
 
     def __init__(
-        self, *, sites: Sequence[Site], routed_layers: Sequence[int] = (), num_experts: int = 0
+        self,
+        *,
+        sites: Sequence[Site],
+        codecs: Mapping[Site, str] | None = None,
+        routed_layers: Sequence[int] = (),
+        num_experts: int = 0,
     ) -> None:
-        self._steps = {site: _SiteSteps() for site in sites}
+        names = codecs or {}
+        if unlisted := sorted(set(names) - set(sites)):
+            raise ConfigError(
+                "A step log was given codecs for sites that it does not record; got "
+                f"{[str(site) for site in unlisted]}. Its sites are {[str(site) for site in sorted(sites)]}. "
+                "Pass sites and codecs of one plan."
+            )
+        self._steps = {site: _SiteSteps(codec=codec_by_name(names.get(site, FULL))) for site in sites}
         self._routed: dict[int, list[Tensor]] = {layer: [] for layer in routed_layers}
         self._num_experts = num_experts
+        self._id_dtype = _ID_DTYPES[expert_id_bytes(num_experts)]
+        self._lost_ids: dict[int, Tensor] = {}
         self._num_rows = 0
         self._num_steps = 0
         self._open_tokens: int | None = None
@@ -86,6 +130,12 @@ class StepLog:
         """Flat rows of the closed steps."""
         return self._num_rows
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and exponents that the log holds, without routed ids."""
+        kept = (steps.payload + steps.block_scales + steps.exponent for steps in self._steps.values())
+        return sum(array.numel() * array.element_size() for arrays in kept for array in arrays)
+
     def begin_step(self, *, num_tokens: int) -> int:
         """Open a step of `num_tokens` flat tokens; returns the flat row of its first token."""
         assert self._open_tokens is None, "end_step was not called"
@@ -93,7 +143,7 @@ class StepLog:
         return self._num_rows
 
     def observe(self, site: Site, rounded: Rounded) -> None:
-        """Keep one site's codes, block scales and exponent (not its values). Called by round_site."""
+        """Encode and keep one site's codes, block scales and exponent (not its values). Called by round_site."""
         steps = self._steps.get(site)
         if steps is None:
             return
@@ -105,43 +155,64 @@ class StepLog:
                 f"Site {site} rounded {rows} rows in a step of {tokens} tokens. The rows must be a multiple "
                 "of the tokens. Call begin_step with the flat batch size."
             )
-        steps.rows_per_token = rows // tokens if tokens else steps.rows_per_token
-        steps.codes.append(rounded.codes)
-        steps.block_scales.append(rounded.block_scales)
-        steps.exponent.append(rounded.exponent)
+        layout = (rounded.codes.shape[1], rounded.block_scales.shape[1], rows // tokens if tokens else 0)
+        steps.hold(site, layout)
+        steps.payload.append(encode_codes(rounded.codes, codec=steps.codec))
+        steps.block_scales.append(encode_block_scales(rounded.block_scales, codec=steps.codec))
+        steps.exponent.append(rounded.outer)
 
     def observe_routing(self, layer: int, expert_ids: Tensor) -> None:
         """Keep the routed expert ids [N, top_k] of one layer. Called by route_site."""
         steps = self._routed.get(layer)
         if steps is not None:
-            steps.append(expert_ids.to(torch.int16))
+            steps.append(expert_ids.to(self._id_dtype))
+            # Looked at when the step ends: asking here would wait for the device in every layer.
+            self._lost_ids[layer] = (steps[-1] != expert_ids).any()
 
     def end_step(self) -> None:
-        """Close the step. Raises: RecordError naming the sites and layers that recorded nothing, or twice."""
+        """Close the step.
+
+        Raises: RecordError naming the sites and layers that recorded nothing, or twice, or ids that cannot be kept.
+        """
         tokens = self._tokens_of_open_step()
-        self._num_steps += 1
-        counts = {str(site): len(steps.codes) for site, steps in self._steps.items()}
+        num_steps = self._num_steps + 1
+        counts = {str(site): len(steps.payload) for site, steps in self._steps.items()}
         counts |= {f"layers.{layer}.routing": len(steps) for layer, steps in self._routed.items()}
-        wrong = {name: count for name, count in counts.items() if count != self._num_steps}
+        wrong = {name: count for name, count in counts.items() if count != num_steps}
         if wrong:
             raise RecordError(
-                f"A step was not recorded exactly once everywhere; after step {self._num_steps} these have "
+                f"A step was not recorded exactly once everywhere; after step {num_steps} these have "
                 f"another number of observations: {wrong} (fewer: the site recorded nothing). Every planned "
                 "site is observed once per step. Check that the model calls round_site and route_site there, "
                 "under record(log)."
             )
+        self._check_ids()
+        self._num_steps = num_steps
         self._num_rows += tokens
+        self._open_tokens = None
+
+    def abandon_step(self) -> None:
+        """Forget the open step after an error inside it; the closed ones stay as they are."""
+        self._tokens_of_open_step()
+        for steps in self._steps.values():
+            for kept in (steps.payload, steps.block_scales, steps.exponent):
+                del kept[self._num_steps :]
+            if not self._num_steps:
+                steps.width = steps.num_blocks = steps.rows_per_token = 0
+        for ids in self._routed.values():
+            del ids[self._num_steps :]
+        self._lost_ids.clear()
         self._open_tokens = None
 
     def build(self, sequences: Sequence[SequenceRows]) -> list[Record]:
         """Records of several sequences, in the order given.
 
-        Returns: one Record per entry, codec `full`; arrays are views of memory that they share.
+        Returns: one Record per entry, in the codecs of the log; arrays are views of memory that they share.
         Raises: RecordError for rows outside the log, impossible expert ids, or static exponents that changed.
         """
-        rows = [torch.as_tensor(entry.rows, dtype=torch.int64) for entry in sequences]
+        rows = [_indices(entry.rows) for entry in sequences]
         cache_rows = [
-            own if entry.cache_rows is None else torch.as_tensor(entry.cache_rows, dtype=torch.int64)
+            own if entry.cache_rows is None else _indices(entry.cache_rows)
             for own, entry in zip(rows, sequences, strict=True)
         ]
         lengths = [int(own.shape[0]) for own in rows]
@@ -160,7 +231,7 @@ class StepLog:
                 length=length,
                 sites={site: split[i] for site, split in parts.items()},
                 routed=None if routed is None else routed[i],
-                valid=torch.ones(length, dtype=torch.bool) if entry.valid is None else entry.valid,
+                valid=_all_valid(length) if entry.valid is None else entry.valid,
                 routed_layers=tuple(self._routed) if self._routed else None,
             )
             for i, (entry, length) in enumerate(zip(sequences, lengths, strict=True))
@@ -173,6 +244,17 @@ class StepLog:
         assert self._open_tokens is not None, "begin_step was not called"
         return self._open_tokens
 
+    def _check_ids(self) -> None:
+        """Refuse a step whose expert ids were cut to fit their bytes; one wait for the device."""
+        if self._lost_ids and bool(torch.stack(list(self._lost_ids.values())).any()):
+            layers = [layer for layer, is_lost in self._lost_ids.items() if bool(is_lost)]
+            raise RecordError(
+                f"Routers of layers {layers} chose experts that this log cannot name; got ids outside "
+                f"0..{torch.iinfo(self._id_dtype).max} in a log for {self._num_experts} experts. Ids lie in "
+                f"0..{self._num_experts - 1}. Give the log the model's number of experts and leave shared experts out."
+            )
+        self._lost_ids.clear()
+
     def _check_rows(self, rows: Tensor) -> None:
         if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= self._num_rows):
             raise RecordError(
@@ -181,26 +263,26 @@ class StepLog:
             )
 
     def _site_records(self, site: Site, rows: Tensor, lengths: list[int]) -> list[SiteRecord]:
-        """One site's rows for all sequences, gathered and packed together, then split into views."""
+        """One site's rows for all sequences, gathered together, then split into views."""
         steps = self._steps[site]
-        assert steps.codes, "build before the first step"
-        per_token = steps.rows_per_token
-        width = steps.codes[-1].shape[1]
+        assert steps.payload, "build before the first step"
+        per_token = max(1, steps.rows_per_token)
         if per_token != 1:
-            rows = (rows[:, None] * per_token + torch.arange(per_token)).reshape(-1)
+            rows = (rows[:, None] * per_token + _indices(range(per_token))).reshape(-1)
         sizes = [length * per_token for length in lengths]
-        payload = FULL.encode(_gathered(steps.codes, rows)).split(sizes)
+        payload = _gathered(steps.payload, rows).split(sizes)
         block_scales = _gathered(steps.block_scales, rows).split(sizes)
         is_static = steps.exponent[0].dim() == 0
         static_exponent = _one_exponent(site, steps.exponent) if is_static else None
         exponent = None if is_static else _gathered(steps.exponent, rows).split(sizes)
         return [
             SiteRecord(
-                codec=FULL.name,
+                codec=steps.codec.name,
                 payload=payload[i],
                 block_scales=block_scales[i],
                 exponent=None if exponent is None else exponent[i],
-                width=width,
+                width=steps.width,
+                block_size=steps.width // steps.num_blocks,
                 rows_per_token=per_token,
                 static_exponent=static_exponent,
             )
@@ -222,8 +304,16 @@ def _check_routing(records: list[Record], *, num_experts: int) -> None:
             record.check_routing(num_experts)
 
 
+def _indices(rows: Sequence[int] | Tensor) -> Tensor:
+    return torch.as_tensor(rows, dtype=torch.int64, device="cpu")
+
+
+def _all_valid(length: int) -> Tensor:
+    return torch.ones(length, dtype=torch.bool, device="cpu")
+
+
 def _joined_rows(rows: list[Tensor]) -> Tensor:
-    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def _gathered(steps: list[Tensor], rows: Tensor) -> Tensor:

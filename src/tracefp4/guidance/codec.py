@@ -1,10 +1,10 @@
 """Record <-> bytes: self-describing, exact, and refused when anything is off.
 
 Layout, little-endian (as is every machine that torch is built for): magic (8 bytes), schema version (u32),
-header length (u32), header (ASCII JSON: identity, span, layout of every array), the arrays one after another
-as raw bytes, and a 16-byte BLAKE2b digest of all before it. The schema version is read first, so a reader of
-another schema is told so instead of a checksum error; every bit is under one check or another. No pickle:
-reading a record runs no code of the writer.
+header length (u32), header (ASCII JSON: identity, span, type and shape of every array), the arrays one after another
+as raw bytes, and a 16-byte BLAKE2b digest of all before it. Expert ids are read as the header types them, one byte or
+two. The schema version is read first, so a reader of another schema is told so instead of a checksum error; every bit
+is under one check or another. No pickle: reading a record runs no code of the writer.
 """
 
 from __future__ import annotations
@@ -20,22 +20,12 @@ import torch
 from torch import Tensor
 
 from tracefp4.errors import RecordError
-from tracefp4.guidance.payload import CODECS, FULL, MANTISSA, Codec, codec_by_name
-from tracefp4.guidance.record import SITE_KINDS, Record, RecordIdentity, Site, SiteKind, SiteRecord
-
-__all__ = [
-    "CODECS",
-    "FULL",
-    "MANTISSA",
-    "SCHEMA_VERSION",
-    "Codec",
-    "codec_by_name",
-    "record_from_bytes",
-    "record_to_bytes",
-]
+from tracefp4.guidance.record import SITE_KINDS, Record, RecordIdentity, Site, SiteKind
+from tracefp4.guidance.site_record import SiteRecord
 
 MAGIC = b"TFP4REC\n"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Of the container: a site states its block size, and its scales are stored as its codec keeps them."""
 CHECKSUM_BYTES = 16
 _PREFIX = struct.Struct("<8sII")
 _DTYPES = {"i1": torch.int8, "i2": torch.int16, "i4": torch.int32}
@@ -70,6 +60,7 @@ def record_to_bytes(record: Record) -> bytes:
                 "site": [site.kind, site.layer],
                 "codec": part.codec,
                 "width": part.width,
+                "block_size": part.block_size,
                 "rows_per_token": part.rows_per_token,
                 "static_exponent": part.static_exponent,
                 "payload": put(part.payload),
@@ -157,6 +148,7 @@ def _site(entry: dict[str, Any], arrays: _Arrays) -> tuple[Site, SiteRecord]:
         block_scales=block_scales,
         exponent=arrays.take(entry["exponent"]),
         width=entry["width"],
+        block_size=entry["block_size"],
         rows_per_token=entry["rows_per_token"],
         static_exponent=entry["static_exponent"],
     )
@@ -172,9 +164,10 @@ def _opened(data: bytes) -> tuple[dict[str, Any], Tensor]:
         )
     _, schema, header_bytes = _PREFIX.unpack_from(data)
     if schema != SCHEMA_VERSION:
+        age = "an older" if schema < SCHEMA_VERSION else "a newer"
         raise RecordError(
-            f"Record refused: its schema version is {schema}, this version reads {SCHEMA_VERSION}. "
-            "Use the tracefp4 that wrote it, or record again."
+            f"Record refused: its schema version is {schema}, this version reads {SCHEMA_VERSION} only. It was written "
+            f"by {age} tracefp4. Read it with that one, or record again."
         )
     body, found = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
     expected = _checksum(body)
@@ -185,7 +178,9 @@ def _opened(data: bytes) -> tuple[dict[str, Any], Tensor]:
         )
     end = _PREFIX.size + header_bytes
     raw = bytearray(body[end:])
-    arrays = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8)
+    arrays = (
+        torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.zeros(0, dtype=torch.uint8, device="cpu")
+    )
     return json.loads(body[_PREFIX.size : end]), arrays
 
 

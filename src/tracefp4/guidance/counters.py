@@ -2,8 +2,10 @@
 
 A site's counts are written as one value and overwritten when the site runs again, so activation recomputation
 cannot count twice. Counts of codes treat 0x0 and 0x8 (zero and negative zero) as equal. Counts against a
-reference exist only where a full record was given for measuring; None there means not measured, which is not
-zero. Counts may stay 0-dim tensors until they are read, so counting does not wait for a device.
+reference exist only where a full record was given for measuring; None there (and in values_clipped) means not
+measured, which is not zero. What is left wrong after guidance is `mismatched_after`; what other codecs would have left
+is in `Counters.residuals`. Counts may stay 0-dim tensors until they are read, so counting does not wait for a
+device.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from tracefp4.guidance.record import Site
+from tracefp4.guidance.site_record import SiteRecord
 
 if TYPE_CHECKING:
     from tracefp4.ops.guided_quantize import Rounded
@@ -33,6 +37,22 @@ class SiteCounts:
     """Real positions without a usable record: rounded to nearest."""
     values_changed: int | Tensor
     """Values where guidance chose another codeword than rounding to nearest at the same scale."""
+    values_in_band: int | Tensor | None = None
+    """Values that the noise gate left to the record; without a gate all values of guided rows but those of blocks
+    whose scale is 0 or NaN. None without a guide."""
+    syndrome_blocks: int = 0
+    """Blocks of syndromes, of codes and of scales, in guided rows."""
+    blocks_undecoded: int | Tensor | None = None
+    """Syndrome blocks for which no plausible set of flips was found: nearest there; None without a guide."""
+    blocks: int = 0
+    """Blocks rounded."""
+    blocks_clamped: int | Tensor = 0
+    """Blocks whose scale was cut at 448: a static outer scale calibrated on smaller values."""
+    blocks_floored: int | Tensor = 0
+    """Blocks that are not zero and whose scale was raised to the smallest stored one, or flushed."""
+    values_clipped: int | Tensor | None = None
+    """Values beyond the largest code of their block's scale (`formats.saturation`); None where a record was followed
+    and nothing was measured against a reference: finding them there needs one more look at all values."""
     values_compared: int | Tensor | None = None
     """Values at positions that the reference covers; None when there is no reference."""
     mismatched_before: int | Tensor | None = None
@@ -45,9 +65,13 @@ class SiteCounts:
     """Compared blocks whose own scale byte or row exponent is not the reference's."""
 
     def resolved(self) -> SiteCounts:
-        """The same counts as plain ints."""
-        read = {item.name: getattr(self, item.name) for item in fields(self)}
-        return replace(self, **{name: int(value) for name, value in read.items() if value is not None})
+        """The same counts as plain ints, read from a device at once."""
+        held = {item.name: getattr(self, item.name) for item in fields(self)}
+        counted = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+        if not counted:
+            return self
+        read = torch.stack([value.to(torch.int64) for value in counted.values()]).tolist()
+        return replace(self, **dict(zip(counted, read, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +94,12 @@ class Counters:
     """Last counts of every site that ran."""
     routing: dict[int, RoutingCounts] = field(default_factory=dict)
     """Last counts of every router that ran, by decoder layer."""
+    noise: dict[Site, Tensor] = field(default_factory=dict)
+    """int64 [2, NUM_BINS] of every site with a reference, as `noise.measure_noise` counts; read with
+    `noise.histograms`."""
+    residuals: dict[Site, dict[str, Tensor]] = field(default_factory=dict)
+    """Compared values that each candidate codec would have left wrong, by site and codec (`guidance.rates`); empty
+    unless the batch has candidates and references."""
 
     def total(self) -> SiteCounts:
         """Sums over the sites, as ints; a measured count is the sum over the sites that were measured."""
@@ -94,6 +124,8 @@ class Reference:
     """int8 [N]; None for static schemes."""
     valid: Tensor
     """bool [N]: rows that the reference covers."""
+    part: SiteRecord
+    """The same rows as a site record, to be recoded."""
 
 
 def compare(*, rounded: Rounded, nearest: Rounded, reference: Reference) -> dict[str, Tensor]:
@@ -108,7 +140,7 @@ def compare(*, rounded: Rounded, nearest: Rounded, reference: Reference) -> dict
     rows = reference.valid.sum()
     other_blocks = nearest.block_scales != reference.block_scales
     if reference.exponent is not None:
-        other_blocks |= (nearest.exponent != reference.exponent)[:, None]
+        other_blocks |= (nearest.outer != reference.exponent)[:, None]
     return {
         "values_compared": rows * reference.codes.shape[1],
         "mismatched_before": num_mismatched(nearest.codes, reference.codes, valid=reference.valid),
@@ -123,5 +155,10 @@ def num_mismatched(codes: Tensor, other_codes: Tensor, *, valid: Tensor) -> Tens
 
     Args: codes, other_codes uint8 [N, K] unpacked; valid bool [N]. Returns: int64, 0-dim.
     """
+    return (is_mismatched(codes, other_codes) & valid[:, None]).sum()
+
+
+def is_mismatched(codes: Tensor, other_codes: Tensor) -> Tensor:
+    """Return where codes differ in value, bool [N, K]; 0x0 and 0x8 are equal."""
     is_nonzero = ((codes | other_codes) & 7) != 0
-    return ((codes != other_codes) & is_nonzero & valid[:, None]).sum()
+    return (codes != other_codes) & is_nonzero

@@ -8,14 +8,15 @@ and where the record itself says so. Invalid places read row 0 and must be ignor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tracefp4.errors import RecordError
-from tracefp4.guidance.record import Record, Site, SiteRecord
+from tracefp4.guidance.record import Record, Site
+from tracefp4.guidance.site_record import SiteRecord
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -35,7 +36,7 @@ class GatheredRouting:
     """Recorded expert ids in batch order."""
 
     expert_ids: Tensor
-    """int16 [places, L, top_k]."""
+    """uint8 or int16 [places, L, top_k]."""
     valid: Tensor
     """bool [places]."""
     layers: tuple[int, ...]
@@ -71,7 +72,6 @@ class RecordRows:
         self._indices: dict[tuple[bool, ...], _Index] = {}
         self._sites: dict[Site, GatheredSite | None] = {}
         self._routing: list[GatheredRouting | None] = []
-        _check_same_rules([record for record in self._records if record is not None])
 
     def sites(self) -> set[Site]:
         """Every site that at least one record has."""
@@ -100,7 +100,7 @@ class RecordRows:
         _check_same_layout(site, parts)
         rows, valid = index.rows, index.valid
         if first.rows_per_token != 1:
-            steps = torch.arange(first.rows_per_token)
+            steps = torch.arange(first.rows_per_token, device="cpu")
             rows = (rows[:, None] * first.rows_per_token + steps).reshape(-1)
             valid = valid.repeat_interleave(first.rows_per_token)
         exponent = None
@@ -112,6 +112,7 @@ class RecordRows:
             block_scales=self._select([part.block_scales for part in parts], rows),
             exponent=exponent,
             width=first.width,
+            block_size=first.block_size,
             rows_per_token=first.rows_per_token,
             static_exponent=first.static_exponent,
         )
@@ -161,10 +162,10 @@ class RecordRows:
             empty = torch.zeros_like(self._positions)
             return _Index(rows=empty, valid=empty.bool(), num_valid=0)
         owners = self._owners.clamp(min=0)
-        relative = self._positions - torch.tensor(starts)[owners]
+        relative = self._positions - torch.tensor(starts, device="cpu")[owners]
         inside = (self._positions >= 0) & (self._owners >= 0)
-        inside &= (relative >= 0) & (relative < torch.tensor(lengths)[owners])
-        rows = torch.where(inside, torch.tensor(offsets)[owners] + relative, 0)
+        inside &= (relative >= 0) & (relative < torch.tensor(lengths, device="cpu")[owners])
+        rows = torch.where(inside, torch.tensor(offsets, device="cpu")[owners] + relative, 0)
         valid = inside & torch.cat(flags)[rows]
         return _Index(rows=rows, valid=valid, num_valid=int(valid.sum()))
 
@@ -174,19 +175,30 @@ def _routed(record: Record) -> Tensor:
     return record.routed
 
 
-def _check_same_rules(records: list[Record]) -> None:
-    found = {(record.identity.scheme_digest, record.identity.plan_digest) for record in records}
-    if len(found) > 1:
+def check_same_rules(records: Iterable[Record | None], *, references: Iterable[Record | None] = ()) -> None:
+    """Refuse records of one batch, and references beside them, that were made under different schemes or plans.
+
+    Raises: RecordError with the digests of both.
+    """
+    found, measured = (
+        {(r.identity.scheme_digest, r.identity.plan_digest) for r in held if r is not None}
+        for held in (records, references)
+    )
+    if len(found | measured) > 1:
         raise RecordError(
             "Records of one batch were made under different rules; got (scheme digest, plan digest) "
-            f"{sorted(found)}. All must be equal. Replay only records of this run's scheme and plan."
+            f"{sorted(found)} of records and {sorted(measured)} of references. All must be equal. Replay, and measure "
+            "against, only records of this run's scheme and plan."
         )
 
 
 def _check_same_layout(site: Site, parts: list[SiteRecord]) -> None:
-    found = {(part.codec, part.width, part.rows_per_token, part.static_exponent) for part in parts}
+    found = {
+        (part.codec, part.width, part.block_size, part.rows_per_token, part.static_exponent) for part in parts
+    }
     if len(found) > 1:
         raise RecordError(
-            f"Records of one batch differ at {site}; got (codec, width, rows per token, static exponent) "
+            f"Records of one batch differ at {site}; got (codec, width, block size, rows per "
+            "token, static exponent) "
             f"{sorted(found, key=str)}. All must be equal. Recode them to one codec."
         )

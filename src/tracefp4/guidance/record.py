@@ -1,23 +1,24 @@
-"""One trajectory's rounding decisions: the code of every recorded value, its scales, and its position.
+"""One trajectory's decisions: whose they are, at which positions, of which sites, and the experts that were chosen.
 
 Alignment, stated once: row i of every array describes the computation *on input token* start + i. A prompt of
 P tokens and a completion of C tokens give rows for positions 0 .. P+C-2; the last sampled token was never an
-input and has no row, which is not the same as a row of zeros. A site whose tensor has several rows a token
-(the down-projection input has top_k) keeps them together, token-major. Records are immutable, live on the
-CPU, and know nothing of disks.
+input and has no row, which is not the same as a row of zeros. Records are immutable, live on the CPU, and know
+nothing of disks. What a site keeps of its rows is `site_record.py`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
+from tracefp4.coding import codec_by_name
 from tracefp4.errors import RecordError
-from tracefp4.guidance.payload import BLOCK_SIZE, FULL, codec_by_name
+from tracefp4.guidance.site_record import FULL, SiteRecord
 
 SiteKind = Literal["x", "k", "v", "w2"]
 SITE_KINDS: tuple[SiteKind, ...] = ("x", "k", "v", "w2")
@@ -36,55 +37,15 @@ class Site:
         return f"layers.{self.layer}.{self.kind}"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class SiteRecord:
-    """The decisions of one site for n rows of K values."""
-
-    codec: str
-    """Name of the payload codec, a key of CODECS."""
-    payload: Tensor
-    """uint8 [n, bytes]: what the codec keeps of the codes."""
-    block_scales: Tensor
-    """uint8 [n, K/16]: E4M3 byte of every block, as the rollout stored it."""
-    exponent: Tensor | None
-    """int8 [n], power of two of every row; None for schemes with a static outer scale."""
-    width: int
-    """K, values per row."""
-    rows_per_token: int = 1
-    """Rows that one position has: 1, or top_k at the down-projection input."""
-    static_exponent: int | None = None
-    """Power of two of a static outer scale; None for row schemes."""
-
-    def __post_init__(self) -> None:
-        rows = self.block_scales.shape[0]
-        payload_width = codec_by_name(self.codec).payload_width(self.width)
-        found = (tuple(self.payload.shape), tuple(self.block_scales.shape))
-        expected = ((rows, payload_width), (rows, self.width // BLOCK_SIZE))
-        exponent_rows = rows if self.exponent is None else self.exponent.shape[0]
-        if found != expected or exponent_rows != rows or self.width % BLOCK_SIZE or self.rows_per_token < 1:
-            raise RecordError(
-                f"Site record arrays disagree; got payload and block_scales of shape {found}, "
-                f"{exponent_rows} exponents, rows_per_token {self.rows_per_token}. Codec {self.codec!r} with "
-                f"width {self.width} needs {expected} and a width divisible by {BLOCK_SIZE}. Build records "
-                "with StepLog."
-            )
-        if (self.exponent is None) == (self.static_exponent is None):
-            raise RecordError(
-                f"A site record has either row exponents or one static exponent; got exponent "
-                f"{'None' if self.exponent is None else 'of shape ' + str(tuple(self.exponent.shape))} and "
-                f"static_exponent {self.static_exponent}. Exactly one may be None. Give the one that the "
-                "scheme uses."
-            )
-
-    def rows(self, begin: int, end: int) -> SiteRecord:
-        """The part for begin .. end-1, counted from this record's first position. Views, no copy."""
-        low, high = begin * self.rows_per_token, end * self.rows_per_token
-        return replace(
-            self,
-            payload=self.payload[low:high],
-            block_scales=self.block_scales[low:high],
-            exponent=None if self.exponent is None else self.exponent[low:high],
+def site_by_name(name: str) -> Site:
+    """Return the site that `str(site)` names. Raises: RecordError for a text that is no such name."""
+    found = re.fullmatch(r"layers\.(\d+)\.(x|k|v|w2)", name)
+    if found is None:
+        raise RecordError(
+            f"No site is called {name!r}. Names are layers.<layer>.<kind> with kind one of {', '.join(SITE_KINDS)}. "
+            "Read the state with the tracefp4 that wrote it."
         )
+    return Site(cast(SiteKind, found[2]), int(found[1]))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -106,9 +67,9 @@ class RecordBytes:
     """Bytes of a record, by what they hold."""
 
     codes: int
-    """Payload bytes."""
+    """Payload bytes: what codecs keep of the codes."""
     block_scales: int
-    """Block scale bytes."""
+    """What they keep of the block scales."""
     exponents: int
     """Row exponent bytes, one per row and site."""
     routed: int
@@ -116,7 +77,7 @@ class RecordBytes:
 
     @property
     def codec(self) -> int:
-        """Codes plus block scales: what a codec's bits per value count."""
+        """Codes plus block scales: what a codec is responsible for."""
         return self.codes + self.block_scales
 
     @property
@@ -138,7 +99,8 @@ class Record:
     sites: Mapping[Site, SiteRecord]
     """Decisions by site; every site has length * rows_per_token rows."""
     routed: Tensor | None
-    """int16 [length, L, top_k], routed expert ids; None when routing was not recorded."""
+    """[length, L, top_k], routed expert ids: uint8 for up to 256 experts, else int16; None when routing was not
+    recorded."""
     valid: Tensor
     """bool [length]: False where the decisions must not be followed (nearest rounding, counted)."""
     routed_layers: tuple[int, ...] | None = None
@@ -171,8 +133,8 @@ class Record:
 
     def versions(self) -> Tensor:
         """Weight version of every position, int32 [length]."""
-        found = self.identity.weight_versions
-        return found if isinstance(found, Tensor) else torch.full((self.length,), found, dtype=torch.int32)
+        held, size = self.identity.weight_versions, (self.length,)
+        return held if isinstance(held, Tensor) else torch.full(size, held, dtype=torch.int32, device="cpu")
 
     def version_lag(self, weight_version: int) -> int:
         """How far the oldest position is behind `weight_version`; 0 for an empty record."""
@@ -191,6 +153,26 @@ class Record:
             routed=None if self.routed is None else self.routed[begin:end],
             valid=self.valid[begin:end],
         )
+
+    def compact(self) -> Record:
+        """The same record in memory of its own.
+
+        Records of one log, and parts of a record, are views of shared arrays, which live as long as any of them. What
+        is kept alone is compacted.
+        """
+        versions = self.identity.weight_versions
+        own_versions = versions.clone() if isinstance(versions, Tensor) else versions
+        return replace(
+            self,
+            identity=replace(self.identity, weight_versions=own_versions),
+            sites={site: part.compact() for site, part in self.sites.items()},
+            routed=None if self.routed is None else self.routed.clone(),
+            valid=self.valid.clone(),
+        )
+
+    def without_routing(self) -> Record:
+        """The same record without expert ids, for a trainer that routes live."""
+        return replace(self, routed=None, routed_layers=None)
 
     def truncate(self, num_tokens: int) -> Record:
         """Keep the positions below `num_tokens`: the record of a sequence cut to that many tokens.
@@ -261,43 +243,49 @@ class Record:
                 "Check that the recorder ran and left shared experts out."
             )
 
-    def recode(self, codec: str) -> Record:
-        """The same record under a codec that keeps less: `full` to `mantissa`; equal codecs return self.
+    def recode(self, codec: str | Mapping[Site, str]) -> Record:
+        """The same record under codecs that keep less: `full` to any other; equal codecs return self.
 
-        Raises: RecordError for the reverse, because dropped bits cannot be restored.
+        Args: codec: one for all sites, or one per site; sites that the mapping lacks keep theirs.
+        Raises: RecordError for a site that is not `full`, because dropped bits cannot be restored.
         """
-        target = codec_by_name(codec)
-        if all(part.codec == codec for part in self.sites.values()):
+        asked = dict.fromkeys(self.sites, codec) if isinstance(codec, str) else codec
+        for name in {codec} if isinstance(codec, str) else set(asked.values()):
+            codec_by_name(name)
+        targets = {site: asked.get(site, part.codec) for site, part in self.sites.items()}
+        if all(part.codec == targets[site] for site, part in self.sites.items()):
             return self
-        sites = {}
         for site, part in self.sites.items():
-            codes = codec_by_name(part.codec).guide_codes(part.payload)
-            if codes is None and part.codec != codec:
+            if part.codec != targets[site] and not part.is_whole:
                 raise RecordError(
-                    f"Codec {part.codec!r} of {site} cannot become {codec!r}: its other bits were not kept. "
-                    f"Only {FULL.name!r} records can be recoded. Ask the engine for full records."
+                    f"Codec {part.codec!r} of {site} cannot become {targets[site]!r}: its other bits were not kept. "
+                    f"Only {FULL!r} records can be recoded. Ask the engine for full records."
                 )
-            payload = part.payload if codes is None else target.encode(codes)
-            sites[site] = replace(part, codec=codec, payload=payload)
-        return replace(self, sites=sites)
+        return replace(self, sites={site: part.recode(targets[site]) for site, part in self.sites.items()})
 
-    def num_bytes(self) -> RecordBytes:
-        """Bytes held, by kind (without identity and container)."""
-        parts = self.sites.values()
+    def num_bytes(self, *, kinds: Collection[SiteKind] | None = None) -> RecordBytes:
+        """Bytes held, by what they hold (without identity and container).
+
+        Args: kinds: count sites of these kinds only, and no routed ids; None counts everything.
+        """
+        parts = [part for site, part in self.sites.items() if kinds is None or site.kind in kinds]
         return RecordBytes(
             codes=sum(part.payload.numel() for part in parts),
             block_scales=sum(part.block_scales.numel() for part in parts),
             exponents=sum(0 if part.exponent is None else part.exponent.numel() for part in parts),
-            routed=0 if self.routed is None else 2 * self.routed.numel(),
+            routed=0
+            if self.routed is None or kinds is not None
+            else self.routed.numel() * self.routed.element_size(),
         )
 
 
 def has_impossible_experts(expert_ids: Tensor, *, num_experts: int) -> Tensor:
     """Rows that no router can have chosen: an id outside 0 .. num_experts-1, or one id twice.
 
-    Args: expert_ids integer [..., top_k]; num_experts at most the dtype's maximum plus one.
+    Args: expert_ids integer [..., top_k]; num_experts, also more than the dtype can name.
     Returns: bool [...].
     """
     ordered = expert_ids.sort(dim=-1).values
-    bad = (ordered[..., 0] < 0) | (ordered[..., -1] > num_experts - 1)
+    last = min(num_experts - 1, torch.iinfo(expert_ids.dtype).max)
+    bad = (ordered[..., 0] < 0) | (ordered[..., -1] > last)
     return bad | (ordered[..., 1:] == ordered[..., :-1]).any(-1)

@@ -9,18 +9,19 @@ gathered once and unpacked per call.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tracefp4.coding import codec_by_name
 from tracefp4.errors import ConfigError, RecordError
 from tracefp4.guidance.counters import Counters, Reference
-from tracefp4.guidance.gather import GatheredSite, RecordRows
-from tracefp4.guidance.payload import FULL, codec_by_name
+from tracefp4.guidance.gather import GatheredSite, RecordRows, check_same_rules
 from tracefp4.guidance.record import Record, Site, has_impossible_experts
+from tracefp4.guidance.site_record import FULL
 from tracefp4.ops.guided_quantize import Guide
 
 Decoder = Literal["bracket", "nearest_cell"]
@@ -35,13 +36,20 @@ class ReplayBatch:
     records: Sequence[Record | None]
     """Records to follow: one per row, or as many as record_index addresses; None: no record (nearest)."""
     decoder: Decoder = "nearest_cell"
-    """How one mantissa bit becomes a codeword; of no effect on full codes."""
+    """How recorded low bits become a codeword; of no effect on full codes and syndromes."""
+    bands: Mapping[Site, float] | None = None
+    """Noise gate per site, in units of the block's decode scale: a record is followed only where z lies at most this
+    far from another codeword's rounding cell. Sites that the mapping lacks, and all without it, have no gate."""
     sites: Collection[Site] | None = None
     """Sites to guide; None means every site that was recorded."""
     replay_routing: bool = True
     """Whether routers take the recorded experts."""
     references: Sequence[Record | None] | None = None
-    """Full records, addressed like `records`, only for counting agreement; None means do not measure."""
+    """Full records, addressed like `records` and of the same rules, only for counting agreement; None means do not
+    measure."""
+    candidates: Sequence[str] = ()
+    """Codecs to try beside the one that is followed, at every site with a reference: what each would have left wrong
+    of this pass's values goes into `Counters.residuals`. Needs references."""
     record_index: Tensor | None = None
     """int64 [B, T]: record that a token belongs to (packed rows), -1 for none; None: row b has record b."""
     counters: Counters = field(default_factory=Counters, init=False)
@@ -56,12 +64,20 @@ class ReplayBatch:
             owners = self.record_index.reshape(-1).to(torch.int64)
         for name, given in (("records", self.records), ("references", self.references)):
             self._check_count(name, given, owners)
+        check_same_rules(self.records, references=self.references or ())
         self.real = flat >= 0
         self.num_real = int(self.real.sum())
         self._rows = RecordRows(records=self.records, owners=owners, positions=flat)
         self._references = None
         if self.references is not None:
             self._references = RecordRows(records=self.references, owners=owners, positions=flat)
+        for name in self.candidates:
+            codec_by_name(name)
+        if self.candidates and self.references is None:
+            raise ConfigError(
+                f"Codecs are tried against whole records; got candidates {list(self.candidates)} and no references. "
+                "Pass the engine's full records as references, or no candidates."
+            )
         self._checked_experts: set[int | None] = set()
         if not self.replay_routing and any(
             site.kind == "w2" and self._is_guided(site) for site in self._rows.sites()
@@ -83,15 +99,17 @@ class ReplayBatch:
         found = self._rows.site(site)
         if found is None:
             return None
-        codec = codec_by_name(found.part.codec)
         return Guide(
             valid=found.valid,
-            exponent=found.part.exponent,
-            block_scales=found.part.block_scales,
-            codes=codec.guide_codes(found.part.payload),
-            bits=codec.guide_bits(found.part.payload),
+            outer=found.part.exponent,
             decoder=self.decoder,
+            band=self.band(site),
+            **found.part.guide_parts(),
         )
+
+    def band(self, site: Site) -> float | None:
+        """Noise gate of one site; None: no gate there."""
+        return None if self.bands is None else self.bands.get(site)
 
     def static_exponent(self, site: Site) -> int | None:
         """Exponent of a site recorded under a static outer scale; None if there is none."""
@@ -103,6 +121,17 @@ class ReplayBatch:
         found = self._rows.site(site) if self._is_guided(site) else None
         return 0 if found is None else found.num_places
 
+    def syndrome_blocks(self, site: Site) -> int:
+        """Blocks of syndromes, of codes and of scales, in the rows that have a decision to follow at one site."""
+        found = self._rows.site(site) if self._is_guided(site) else None
+        if found is None:
+            return 0
+        part = found.part
+        codec = codec_by_name(part.codec)
+        blocks = 0 if codec.code is None else codec.code.num_blocks(part.width)
+        blocks += 0 if codec.scale_code is None else codec.scale_code.num_blocks(part.num_blocks)
+        return found.num_places * part.rows_per_token * blocks
+
     def reference(self, site: Site) -> Reference | None:
         """Full codes of one site to measure against; None when not measured there.
 
@@ -111,15 +140,18 @@ class ReplayBatch:
         found: GatheredSite | None = None if self._references is None else self._references.site(site)
         if found is None:
             return None
-        codes = codec_by_name(found.part.codec).guide_codes(found.part.payload)
-        if codes is None:
+        if not found.part.is_whole:
             raise RecordError(
                 f"Agreement is counted against whole codes; got a reference of codec {found.part.codec!r} at "
-                f"{site}. References must have codec {FULL.name!r}. Keep the engine's records before "
+                f"{site}. References must have codec {FULL!r}. Keep the engine's records before "
                 "recoding them."
             )
         return Reference(
-            codes=codes, block_scales=found.part.block_scales, exponent=found.part.exponent, valid=found.valid
+            codes=found.part.codes(),
+            block_scales=found.part.block_scales,
+            exponent=found.part.exponent,
+            valid=found.valid,
+            part=found.part,
         )
 
     def routing(self, layer: int, *, num_experts: int | None = None) -> tuple[Tensor, Tensor] | None:
@@ -140,7 +172,7 @@ class ReplayBatch:
         return self.sites is None or site in self.sites
 
     def _check_experts(self, expert_ids: Tensor, *, valid: Tensor, num_experts: int | None) -> None:
-        limit = torch.iinfo(torch.int16).max + 1 if num_experts is None else num_experts
+        limit = torch.iinfo(expert_ids.dtype).max + 1 if num_experts is None else num_experts
         if bool((has_impossible_experts(expert_ids, num_experts=limit) & valid[:, None]).any()):
             for record in self.records:
                 if record is not None:

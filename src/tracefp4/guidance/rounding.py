@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from tracefp4.errors import ConfigError, RecordError
+from tracefp4.formats.saturation import saturation
 from tracefp4.formats.scheme import Scheme
-from tracefp4.guidance.counters import RoutingCounts, SiteCounts, compare
+from tracefp4.guidance.counters import Reference, RoutingCounts, SiteCounts, compare
+from tracefp4.guidance.noise import measure_noise
+from tracefp4.guidance.rates import Rule, num_wrong
 from tracefp4.guidance.record import Site
 from tracefp4.guidance.replay import ReplayBatch
 from tracefp4.guidance.session import current
@@ -98,11 +101,23 @@ def _replayed(
         _check_static_exponent(site, recorded=batch.static_exponent(site), given=exponent)
     needs_codes = with_codes or reference is not None
     rounded = guided_quantize(x, scheme=scheme, guide=guide, exponent=exponent, with_codes=needs_codes)
-    measured = {}
+    measured: dict[str, Tensor] = {}
     if reference is not None:
+        _check_static_exponent(site, recorded=reference.part.static_exponent, given=exponent)
         nearest = rounded if guide is None else guided_quantize(x, scheme=scheme, exponent=exponent)
         measured = compare(rounded=rounded, nearest=nearest, reference=reference)
+        rule = Rule(scheme=scheme, exponent=exponent, decoder=batch.decoder, band=batch.band(site))
+        _measure(x, nearest.outer, reference, site=site, rule=rule, batch=batch)
+    is_measured = guide is None or reference is not None
     rows_per_place = x.shape[0] // max(1, batch.num_places)
+    ends = saturation(
+        x,
+        rounded.block_scales,
+        rounded.outer,
+        scheme,
+        is_recorded=guide is not None and is_measured,
+        rows=batch.real.repeat_interleave(rows_per_place),
+    )
     guided = batch.num_guided(site)
     batch.counters.sites[site] = SiteCounts(
         values=batch.num_real * rows_per_place * x.shape[1],
@@ -110,13 +125,32 @@ def _replayed(
         positions_guided=guided,
         positions_missing=batch.num_real - guided,
         values_changed=rounded.nearest_changed,
+        values_in_band=rounded.in_band,
+        syndrome_blocks=batch.syndrome_blocks(site),
+        blocks_undecoded=rounded.undecoded,
+        blocks=batch.num_real * rows_per_place * rounded.block_scales.shape[1],
+        blocks_clamped=ends.blocks_clamped,
+        blocks_floored=ends.blocks_floored,
+        values_clipped=ends.values_clipped if is_measured else None,
         **measured,
     )
     return rounded
 
 
+def _measure(
+    x: Tensor, outer: Tensor, reference: Reference, *, site: Site, rule: Rule, batch: ReplayBatch
+) -> None:
+    """Count noise, and what the candidates would leave wrong, into the batch's counters."""
+    counters = batch.counters
+    counters.noise[site] = measure_noise(x, scheme=rule.scheme, outer=outer, reference=reference)
+    if batch.candidates:
+        counters.residuals[site] = num_wrong(
+            x, reference.part, codecs=batch.candidates, rule=rule, valid=reference.valid
+        )
+
+
 def _check_static_exponent(site: Site, *, recorded: int | None, given: int | None) -> None:
-    if recorded is not None and recorded != given:
+    if recorded is not None and recorded != (given or 0):
         raise RecordError(
             f"Site {site} was recorded under another static outer scale: its exponent is {recorded}, this "
             f"side's is {given}. Both must be equal. Share one calibration between engine and trainer, or "

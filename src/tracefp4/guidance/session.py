@@ -4,9 +4,9 @@ Exactly one context variable holds the Session; sites ask `current()`. Sessions 
 makes decisions or follows them. Replay is addressed by position (guidance.replay), so a session may be
 entered again for a recomputation, in any order, without changing any answer.
 
-Recomputation under activation checkpointing must see the session of its own forward pass: keep backward
-inside `with replay(...)`, or give the checkpoint `bind(function)` when several micro-batches are in flight or
-backward runs on another thread (context variables do not cross threads).
+Recomputation under activation checkpointing must see the session of its own forward pass. Decoder layers of a
+patched model carry it along (`qat.recomputation`); for other pieces of a model give the checkpoint
+`bind(function)`, or keep backward inside `with replay(...)` (context variables do not cross threads).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tracefp4.guidance.replay import ReplayBatch
 if TYPE_CHECKING:
     from tracefp4.ops.guided_quantize import Rounded
 
-__all__ = ["ReplayBatch", "Session", "Sink", "bind", "current", "record", "replay"]
+__all__ = ["ReplayBatch", "Session", "Sink", "bind", "current", "record", "replay", "resumed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,13 +86,23 @@ def bind(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def bound(*args: P.args, **kwargs: P.kwargs) -> R:
-        token = _SESSION.set(session)
-        try:
+        with resumed(session):
             return function(*args, **kwargs)
-        finally:
-            _SESSION.reset(token)
 
     return bound
+
+
+@contextmanager
+def resumed(session: Session | None) -> Iterator[None]:
+    """Put a session (or none) in the place of whatever is current, and put that back at the end.
+
+    For recomputations, which belong to the forward pass that they repeat and not to what runs around them.
+    """
+    token = _SESSION.set(session)
+    try:
+        yield
+    finally:
+        _SESSION.reset(token)
 
 
 @contextmanager

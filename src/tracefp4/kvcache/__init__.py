@@ -1,7 +1,7 @@
 """Where K and V live between passes: page accounting, page tables, and the FP4 or BF16 bytes themselves."""
 
 from tracefp4.kvcache.pages import Page, PageAllocator
-from tracefp4.kvcache.pool import CacheShape, KVPool, LayerPages
+from tracefp4.kvcache.pool import CacheShape, KVPool
 from tracefp4.kvcache.tables import PageTable
 
-__all__ = ["CacheShape", "KVPool", "LayerPages", "Page", "PageAllocator", "PageTable"]
+__all__ = ["CacheShape", "KVPool", "Page", "PageAllocator", "PageTable"]

@@ -1,24 +1,29 @@
 """The bytes of K and V: per layer FP4 codes with E4M3 block scales, or bf16 values where the plan says so.
 
-Layout of one layer's K (and V): head-first pages, see `ops.kv_append`. K is stored after RoPE. The outer
-scale is one static power of two per layer and K/V, so a position's bytes depend on that position alone. One
+Layout of one layer's K (and V): head-first pages, see `ops.kv_append`; where GPU kernels read them, in fragment
+order, which has the same sizes, so that whole frames are copied, saved and cleared alike. K is stored after RoPE. The
+outer scale is one static power of two per layer and K/V, so a position's bytes depend on that position alone. One
 frame more than asked for exists: the null frame, always zero, which pads page tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import Arithmetic
+from tracefp4.formats.fragments import FragmentPages, from_fragments, has_fragments
 from tracefp4.formats.precision import LayerPrecision
+from tracefp4.formats.scheme import Scheme
 from tracefp4.formats.tensor import BlockTensor
+from tracefp4.ops.backend import Backend, choose
+from tracefp4.ops.pages import LayerPages, QuantizedPages
 
-Pages = BlockTensor | Tensor
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +47,6 @@ class CacheShape:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerPages:
-    """Pages of one layer; views of the pool's stores."""
-
-    keys: Pages
-    """K after RoPE."""
-    values: Pages
-    """V."""
-
-
 class KVPool:
     """Pages of all layers.
 
@@ -60,15 +55,24 @@ class KVPool:
         precision: one entry per decoder layer; `kv` None stores bf16.
         arithmetic: decides how unquantized K and V are stored: bf16 if values are bf16-rounded, else the
             compute dtype.
+        device: where the pages live; the device of the weights.
 
     Raises: ConfigError if head_dim is not a multiple of the block size of a quantized layer.
     """
 
     def __init__(
-        self, shape: CacheShape, *, precision: Sequence[LayerPrecision], arithmetic: Arithmetic
+        self,
+        shape: CacheShape,
+        *,
+        precision: Sequence[LayerPrecision],
+        arithmetic: Arithmetic,
+        device: torch.device = CPU,
     ) -> None:
         self.shape = shape
+        self.device = device
         self.null_frame = shape.num_pages
+        # On a GPU without a working kernel the reference reads plain pages faster than fragments.
+        self._has_kernel = choose("kv_attention", device) is Backend.CUDA
         is_bf16 = arithmetic.emulates_bf16 or arithmetic.dtype == "bfloat16"
         # One store per kind of bytes for all layers that have it, [layers, 2, C, F, S, width]: whole-page
         # operations are then a few copies, however many layers there are.
@@ -117,7 +121,7 @@ class KVPool:
     def _new_store(self, num_layers: int, width: int, dtype: torch.dtype) -> Tensor:
         shape = self.shape
         size = (num_layers, 2, shape.num_kv_heads, shape.num_pages + 1, shape.page_size, width)
-        return torch.zeros(size, dtype=dtype)
+        return torch.zeros(size, dtype=dtype, device=self.device)
 
     def _layer_pages(self, precision: Sequence[LayerPrecision]) -> list[LayerPages]:
         """Views of the stores, layer by layer."""
@@ -129,18 +133,47 @@ class KVPool:
                 pages.append(LayerPages(keys=keys, values=values))
                 num_plain += 1
                 continue
+            exponents = (layer.k_exponent, layer.v_exponent)
             parts = [
-                BlockTensor(
-                    packed=self._packed[num_fp4, which],
-                    block_scales=self._block_scales[num_fp4, which],
-                    exponent=torch.tensor(exponent, dtype=torch.int8),
-                    scheme=layer.kv,
-                )
-                for which, exponent in enumerate((layer.k_exponent, layer.v_exponent))
+                self._pages(num_fp4, which, layer.kv, exponent) for which, exponent in enumerate(exponents)
             ]
             pages.append(LayerPages(keys=parts[0], values=parts[1]))
             num_fp4 += 1
         return pages
+
+    def _pages(self, index: int, which: int, scheme: Scheme, exponent: int) -> QuantizedPages:
+        """K (0) or V (1) of a quantized layer."""
+        plain = BlockTensor(
+            packed=self._packed[index, which],
+            block_scales=self._block_scales[index, which],
+            # on the host: ops read this number in every pass, and must not wait for a device
+            outer=torch.tensor(exponent, dtype=torch.int8, device="cpu"),
+            scheme=scheme,
+        )
+        size = self.shape
+        if not (self._has_kernel and has_fragments(scheme, head_dim=size.head_dim, page_size=size.page_size)):
+            return plain
+        return FragmentPages(
+            packed=plain.packed,
+            block_scales=plain.block_scales,
+            outer=plain.outer,
+            scheme=scheme,
+            kind="v" if which else "k",
+        )
+
+
+def frame_of(pages: QuantizedPages, frame: int) -> BlockTensor:
+    """Return one frame of a layer's K or V, [C, S, D], in plain order: the bytes that a record holds.
+
+    Args:
+        pages: of a pool.
+        frame: which, null frame included.
+    """
+    if isinstance(pages, FragmentPages):
+        packed, block_scales = (part[:, frame : frame + 1] for part in (pages.packed, pages.block_scales))
+        plain = from_fragments(replace(pages, packed=packed, block_scales=block_scales))
+        return replace(plain, packed=plain.packed[:, 0], block_scales=plain.block_scales[:, 0])
+    return replace(pages, packed=pages.packed[:, frame], block_scales=pages.block_scales[:, frame])
 
 
 def _block_size(shape: CacheShape, precision: Sequence[LayerPrecision]) -> int:

@@ -7,7 +7,7 @@ scheduler decides before it acts. Running out of frames inside an action is a pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tracefp4.kvcache.pages import Page, PageAllocator
 
@@ -83,21 +83,56 @@ class PageTable:
         for page in reversed(self.pages):  # the tail leaves first; a shared prompt is at the front
             self._allocator.rest(page)
 
-    def resume(self) -> None:
-        """Run again: every page back in a frame, with the bytes it had."""
+    def resume(self) -> list[int]:
+        """Run again: every page back in a frame, with the bytes it had.
+
+        Returns: indices of the pages whose bytes were lost; their frames are clear, and the caller must write
+            what they held before anything reads them.
+        """
         assert not self.is_resident
-        # Pages still in frames first: bringing one back must not push out another of this table.
-        for page in sorted(self.pages, key=lambda page: page.frame is None):
-            self._allocator.use(page)
         self.is_resident = True
+        return self._use(self.pages)
+
+    def num_frames_to_adopt(self, pages: Sequence[Page]) -> int:
+        """Frames that `adopt` takes from the allocator's available ones."""
+        return sum(page.frame is None or self._allocator.is_idle(page) for page in pages)
+
+    def adopt(self, pages: Sequence[Page]) -> None:
+        """Begin with pages that others have filled; this table must be empty and running."""
+        assert self.is_resident and not self.pages
+        for page in pages:
+            self._allocator.hold(page)
+        self.pages = list(pages)
+        lost = self._use(self.pages)
+        assert not lost, "a lost page is in no cache"
+
+    def first_lost(self) -> int | None:
+        """Index of the first page whose bytes are nowhere; None if there is none."""
+        return next((index for index, page in enumerate(self.pages) if page.is_lost), None)
+
+    def truncate(self, num_pages: int) -> None:
+        """Give up all pages but the first `num_pages`; the table must not be running."""
+        assert not self.is_resident
+        for page in reversed(self.pages[num_pages:]):
+            self._allocator.drop(page)
+        del self.pages[num_pages:]
 
     def release(self) -> None:
-        """Give every page up; the table is empty afterwards."""
+        """Give every page up; the table is empty afterwards, and not running."""
         if self.is_resident:
             self.rest()
-        for page in self.pages:
-            self._allocator.drop(page)
-        self.pages = []
+        self.truncate(0)
+
+    def _use(self, pages: Sequence[Page]) -> list[int]:
+        """Use pages of this table; returns the indices of those whose bytes were lost."""
+        lost = []
+        # Pages still in frames first: bringing one back must not push out another of this table.
+        for index, page in sorted(enumerate(pages), key=lambda found: found[1].frame is None):
+            if not self._allocator.use(page):
+                assert page.frame is not None
+                self._clear(page.frame)
+                lost.append(index)
+        return sorted(lost)
 
     def _is_shared_at(self, position: int) -> bool:
         index = position // self._page_size

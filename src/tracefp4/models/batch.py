@@ -6,8 +6,11 @@ Q queries each. Decoding sequences form one with Q = 1; prefill chunks of simila
 the longest.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+import torch
 from torch import Tensor
 
 
@@ -25,6 +28,15 @@ class Segment:
     """int64 [B, Q], position of each query; 0 at padding."""
     valid: Tensor | None
     """bool [B, Q], True where a query is real; None if all are."""
+
+    def to(self, device: torch.device) -> Segment:
+        """The same segment with its index tensors on a device."""
+        return replace(
+            self,
+            page_table=self.page_table.to(device),
+            positions=self.positions.to(device),
+            valid=None if self.valid is None else self.valid.to(device),
+        )
 
     def spread(self, rows: Tensor) -> Tensor:
         """Flat rows [T, ...] of the whole batch -> this segment's rectangle [B, Q, ...]; zeros at padding."""
@@ -54,3 +66,13 @@ class TokenBatch:
     """Cover the rows 0 .. T-1 in order."""
     logit_rows: Tensor
     """int64 [M], rows whose logits are wanted."""
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The same batch with its index tensors on a device; they are made on the host, where nothing waits."""
+        return TokenBatch(
+            token_ids=self.token_ids.to(device),
+            positions=self.positions.to(device),
+            slots=self.slots.to(device),
+            segments=[segment.to(device) for segment in self.segments],
+            logit_rows=self.logit_rows.to(device),
+        )

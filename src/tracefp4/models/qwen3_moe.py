@@ -30,14 +30,15 @@ from tracefp4.formats.precision import LayerPrecision
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.guidance.record import Site, SiteKind
 from tracefp4.guidance.rounding import round_site, route_site
-from tracefp4.kvcache.pool import KVPool, Pages
+from tracefp4.kvcache.pool import KVPool
 from tracefp4.models.batch import TokenBatch
 from tracefp4.models.qwen3_moe_config import read_sizes
-from tracefp4.models.qwen3_moe_weights import Qwen3MoeWeights
+from tracefp4.models.qwen3_moe_weights import Qwen3MoeWeights, device_of
 from tracefp4.models.rotary import RotaryTable, rotate
 from tracefp4.ops.grouped_matmul import grouped_matmul
 from tracefp4.ops.kv_append import kv_append
 from tracefp4.ops.kv_attention import kv_attention
+from tracefp4.ops.pages import Pages
 
 
 class Qwen3MoeEngineModel:
@@ -45,18 +46,21 @@ class Qwen3MoeEngineModel:
 
     Args:
         config: transformers Qwen3MoeConfig.
-        state: state dict of transformers' Qwen3MoeForCausalLM, names as in memory (experts fused).
+        state: state dict of transformers' Qwen3MoeForCausalLM, names as in memory (experts fused); matrices of an
+            FP4 checkpoint may be BlockTensors (`Qwen3MoeWeights.load`). The device of its first tensor is the
+            model's.
         precision: one LayerPrecision per decoder layer; a dense layer's `activation` and `weight` must be
             None.
         arithmetic: compute dtype and rounding points.
 
-    Raises: ConfigError if the config is not supported or precision or state do not fit it.
+    Raises: ConfigError if the config is not supported, precision or state do not fit it, or the arithmetic's
+        storage cannot hold a scheme's values.
     """
 
     def __init__(
         self,
         config: Any,
-        state: Mapping[str, Tensor],
+        state: Mapping[str, Tensor | BlockTensor],
         *,
         precision: Sequence[LayerPrecision],
         arithmetic: Arithmetic,
@@ -65,8 +69,13 @@ class Qwen3MoeEngineModel:
         self.precision = tuple(precision)
         self.arithmetic = arithmetic
         self._check_precision()
-        self._rotary = RotaryTable(self.sizes.head_dim, theta=self.sizes.rope_theta, arithmetic=arithmetic)
-        self.weights = Qwen3MoeWeights(self.sizes, precision=self.precision, arithmetic=arithmetic)
+        self.device = device_of(state)
+        self._rotary = RotaryTable(
+            self.sizes.head_dim, theta=self.sizes.rope_theta, arithmetic=arithmetic, device=self.device
+        )
+        self.weights = Qwen3MoeWeights(
+            self.sizes, precision=self.precision, arithmetic=arithmetic, device=self.device
+        )
         self.weights.load(state)
 
     @torch.no_grad()
@@ -106,21 +115,21 @@ class Qwen3MoeEngineModel:
         kv_append(pages.keys, self._stored(layer, "k", k, pages.keys), slots=slots)
         kv_append(pages.values, self._stored(layer, "v", v, pages.values), slots=slots)
 
-    def _stored(self, layer: int, kind: SiteKind, rows: Tensor, pages: Pages) -> Pages:
-        if not isinstance(pages, BlockTensor):
+    def _stored(self, layer: int, kind: SiteKind, rows: Tensor, pages: Pages) -> BlockTensor | Tensor:
+        if isinstance(pages, Tensor):
             return rows
         num_tokens, num_heads, _ = rows.shape
         rounded = round_site(
             rows.reshape(num_tokens, -1),
             site=Site(kind, layer),
             scheme=pages.scheme,
-            exponent=self.precision[layer].k_exponent if kind == "k" else self.precision[layer].v_exponent,
+            exponent=self.precision[layer].exponent_of(kind),
         )
         assert rounded.codes is not None
         return BlockTensor(
             packed=pack_codes(rounded.codes).view(num_tokens, num_heads, -1),
             block_scales=rounded.block_scales.view(num_tokens, num_heads, -1),
-            exponent=pages.exponent,
+            outer=pages.outer,
             scheme=pages.scheme,
         )
 
@@ -130,8 +139,7 @@ class Qwen3MoeEngineModel:
         for segment in batch.segments:
             out = kv_attention(
                 segment.spread(q),
-                keys=pool.layers[layer].keys,
-                values=pool.layers[layer].values,
+                pool.layers[layer],
                 page_table=segment.page_table,
                 positions=segment.positions,
                 rounds_probabilities=self.arithmetic.rounds_probabilities,
@@ -162,8 +170,11 @@ class Qwen3MoeEngineModel:
 
     def _activation(self, kind: SiteKind, layer: int, x: Tensor) -> Tensor:
         """Round x [N, K] at a site, if the layer does."""
-        scheme = self.precision[layer].activation
-        return x if scheme is None else round_site(x, site=Site(kind, layer), scheme=scheme).values
+        precision = self.precision[layer]
+        if precision.activation is None:
+            return x
+        exponent = precision.exponent_of(kind)
+        return round_site(x, site=Site(kind, layer), scheme=precision.activation, exponent=exponent).values
 
     def _expert_weights(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Combination weights [T, J]: softmax over all experts, in fp32 or wider, at the chosen ids."""
@@ -181,9 +192,10 @@ class Qwen3MoeEngineModel:
         return self._linear(m, f"{name}.down_proj.weight")
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        """R(w * (x * rsqrt(mean(x^2) + eps))) over the last dimension."""
-        mean_square = x.square().mean(dim=-1, keepdim=True)
-        normed = x * torch.rsqrt(mean_square + self.sizes.norm_epsilon)
+        """R(w * (x * rsqrt(mean(x^2) + eps))) over the last dimension; of bf16 in float32, as transformers does."""
+        wide = x.float() if x.dtype == torch.bfloat16 else x
+        mean_square = wide.square().mean(dim=-1, keepdim=True)
+        normed = (wide * torch.rsqrt(mean_square + self.sizes.norm_epsilon)).to(x.dtype)
         return self._round(normed.mul_(self.weights[name]))
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
@@ -203,6 +215,8 @@ class Qwen3MoeEngineModel:
                 "layers. One LayerPrecision per decoder layer, BF16_LAYER where nothing is quantized. Pass "
                 "the plan's tuple."
             )
+        for found in self.precision:
+            found.check_storage(self.arithmetic)
         for layer in sorted(self.sizes.dense_layers):
             found = self.precision[layer]
             if found.activation is not None or found.weight is not None:

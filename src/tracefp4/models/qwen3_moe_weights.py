@@ -2,7 +2,11 @@
 
 Weights are rounded to bf16 (what a bf16 checkpoint holds) and kept in the compute dtype. Expert matrices
 that a plan quantizes are kept as their dequantized FP4 values: with power-of-two outer scales a matmul over
-them multiplies exactly the numbers that an FP4 kernel would.
+them multiplies exactly the numbers that an FP4 kernel would. Under a float32 outer scale these values are float32
+numbers that bf16 cannot hold, and they are the operands as they are.
+
+Matrices of an FP4 checkpoint come as their bytes (BlockTensor). They are decoded and never quantized again, so an
+engine built from bytes computes what one that made the same bytes from bf16 weights does.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from torch import Tensor
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import Arithmetic, round_bf16
 from tracefp4.formats.precision import LayerPrecision
+from tracefp4.formats.scheme import Scheme
+from tracefp4.formats.tensor import BlockTensor
 from tracefp4.models.qwen3_moe_config import Qwen3MoeSizes
 from tracefp4.ops.dequantize import dequantize
 from tracefp4.ops.quantize import quantize
@@ -31,18 +37,27 @@ class Qwen3MoeWeights:
         sizes: gives the names and shapes that a state dict must have.
         precision: one entry per layer; `weight` is the scheme of its experts, None for bf16.
         arithmetic: compute dtype, and whether values are rounded to bf16.
+        device: where they live, whatever device later states are on.
     """
 
     def __init__(
-        self, sizes: Qwen3MoeSizes, *, precision: Sequence[LayerPrecision], arithmetic: Arithmetic
+        self,
+        sizes: Qwen3MoeSizes,
+        *,
+        precision: Sequence[LayerPrecision],
+        arithmetic: Arithmetic,
+        device: torch.device,
     ) -> None:
         self._sizes = sizes
         self._precision = precision
         self._arithmetic = arithmetic
         self._dtype: torch.dtype = arithmetic.torch_dtype
         self._tensors = {
-            name: torch.empty(shape, dtype=self._dtype) for name, shape in sizes.shapes().items()
+            name: torch.empty(shape, dtype=self._dtype, device=device)
+            for name, shape in sizes.shapes().items()
         }
+        self.device = device
+        """Device of every tensor."""
         self.num_quantizations = 0
         """Expert matrices quantized so far; once per version and matrix."""
 
@@ -54,10 +69,11 @@ class Qwen3MoeWeights:
         """The output projection [V, hidden]; the embedding itself if tied."""
         return self._tensors[EMBEDDING if self._sizes.ties_embeddings else HEAD]
 
-    def check(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse a state dict whose names or shapes are not exactly the model's; changes nothing.
+    def check(self, state: Mapping[str, Tensor | BlockTensor]) -> None:
+        """Refuse a state dict whose names, shapes or schemes are not exactly the model's; changes nothing.
 
-        Raises: ConfigError listing missing and unexpected names, or the first wrong shape.
+        Raises: ConfigError listing missing and unexpected names, the first wrong shape, or expert bytes of another
+            scheme than the plan's.
         """
         given = {name for name in state if not (name == HEAD and self._sizes.ties_embeddings)}
         missing, unexpected = sorted(self._tensors.keys() - given), sorted(given - self._tensors.keys())
@@ -73,35 +89,70 @@ class Qwen3MoeWeights:
                     f"The state dict does not fit the model; got {name} of shape {tuple(state[name].shape)}. "
                     f"Expected {tuple(tensor.shape)}. Use the config of the model that the weights come from."
                 )
+            self._check_scheme(name, state[name])
         self._check_tied(state)
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace every tensor in place with the rounded (and, for experts, quantized) values of `state`.
+    def load(self, state: Mapping[str, Tensor | BlockTensor]) -> None:
+        """Replace every tensor in place with the values of `state`.
+
+        Tensors are rounded to bf16 and, for experts that the plan quantizes, quantized. BlockTensors are decoded:
+        those of experts must have the plan's scheme; other matrices may have any (a checkpoint may hold attention
+        projections in FP4 as well).
 
         Raises: ConfigError as `check`, before anything has changed.
         """
         self.check(state)
         for name, tensor in self._tensors.items():
-            tensor.copy_(self._prepared(name, state[name].detach()))
+            tensor.copy_(self._prepared(name, state[name]))
 
-    def _prepared(self, name: str, given: Tensor) -> Tensor:
-        values = given.to(self._dtype)
+    def _prepared(self, name: str, given: Tensor | BlockTensor) -> Tensor:
+        if isinstance(given, BlockTensor):
+            return dequantize(given, dtype=self._dtype)
+        values = given.detach().to(self._dtype)
         if self._arithmetic.emulates_bf16:
             values = round_bf16(values)
-        if not name.endswith(EXPERT_NAMES):
-            return values
-        scheme = self._precision[int(name.split(".")[2])].weight
+        scheme = self._scheme(name)
         if scheme is None:
             return values
         self.num_quantizations += 1
         return dequantize(quantize(values, scheme=scheme), dtype=self._dtype)
 
-    def _check_tied(self, state: Mapping[str, Tensor]) -> None:
+    def _scheme(self, name: str) -> Scheme | None:
+        """Scheme that the plan has for a tensor; None outside the experts."""
+        return self._precision[int(name.split(".")[2])].weight if name.endswith(EXPERT_NAMES) else None
+
+    def _check_scheme(self, name: str, given: Tensor | BlockTensor) -> None:
+        planned = self._scheme(name)
+        if isinstance(given, Tensor):
+            return
+        if name.endswith(EXPERT_NAMES) and given.scheme != planned:
+            raise ConfigError(
+                f"{name} comes as bytes of {given.scheme.name}, the plan has {planned.name if planned else 'bf16'} "
+                "there. Both must be equal: bytes are never quantized again. Plan the checkpoint's own scheme."
+            )
+        if self._arithmetic.dtype == "bfloat16" and not given.scheme.is_exact_in_bf16:
+            raise ConfigError(
+                f"{name} comes as bytes of {given.scheme.name}, whose values bf16 storage ({self._arithmetic.name}) "
+                "cannot hold. Allowed are schemes with a power of two or none. Use an arithmetic that stores float32."
+            )
+
+    def _check_tied(self, state: Mapping[str, Tensor | BlockTensor]) -> None:
         is_tied_copy = self._sizes.ties_embeddings and HEAD in state
-        if is_tied_copy and not torch.equal(state[HEAD], state[EMBEDDING]):
+        if is_tied_copy and not torch.equal(_values(state[HEAD]), _values(state[EMBEDDING])):
             raise ConfigError(
                 f"The model ties its head to its embedding; got a {HEAD} that differs from {EMBEDDING}. They "
                 "must be equal. Untie them in the config (tie_word_embeddings = false), or tie the weights "
                 "again."
             )
+
+
+def device_of(state: Mapping[str, Tensor | BlockTensor]) -> torch.device:
+    """Return the device of a state dict: that of its first tensor, the CPU if it has none."""
+    for given in state.values():
+        return given.packed.device if isinstance(given, BlockTensor) else given.device
+    return torch.device("cpu")
+
+
+def _values(given: Tensor | BlockTensor) -> Tensor:
+    return dequantize(given) if isinstance(given, BlockTensor) else given

@@ -17,13 +17,15 @@ class RotaryTable:
         head_dim: D.
         theta: base of the frequencies.
         arithmetic: dtype of the tables, and whether they are rounded to bf16.
+        device: where the tables live.
     """
 
-    def __init__(self, head_dim: int, *, theta: float, arithmetic: Arithmetic) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    def __init__(self, head_dim: int, *, theta: float, arithmetic: Arithmetic, device: torch.device) -> None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         self._frequencies = 1.0 / (theta**exponents)
         self._arithmetic = arithmetic
-        self._cos = self._sin = torch.empty(0, head_dim)
+        self._device = device
+        self._cos = self._sin = torch.empty(0, head_dim, device=device)
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each [T, 1, D], for int64 positions [T]."""
@@ -33,12 +35,13 @@ class RotaryTable:
         return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[:, None]
 
     def _grow(self, length: int) -> None:
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * self._frequencies
+        # on the host, whatever the device: its cos and sin are then the same everywhere
+        angles = torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * self._frequencies
         angles = torch.cat([angles, angles], dim=-1)
         tables = [table.to(self._arithmetic.torch_dtype) for table in (angles.cos(), angles.sin())]
         if self._arithmetic.emulates_bf16:
             tables = [round_bf16_(table) for table in tables]
-        self._cos, self._sin = tables
+        self._cos, self._sin = (table.to(self._device) for table in tables)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

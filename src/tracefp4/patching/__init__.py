@@ -14,15 +14,15 @@ _HOMES = {
     "Plan": "tracefp4.patching.plan",
     "PlanRules": "tracefp4.patching.rules",
     "apply": "tracefp4.patching.apply",
-    "calibrate_kv": "tracefp4.patching.calibrate",
+    "calibrate": "tracefp4.patching.calibrate",
     "plan": "tracefp4.patching.plan",
 }
 
-__all__ = ["Applied", "Plan", "PlanRules", "apply", "calibrate_kv", "plan"]
+__all__ = ["Applied", "Plan", "PlanRules", "apply", "calibrate", "plan"]
 
 if TYPE_CHECKING:
     from tracefp4.patching.apply import Applied, apply
-    from tracefp4.patching.calibrate import calibrate_kv
+    from tracefp4.patching.calibrate import calibrate
     from tracefp4.patching.plan import Plan, plan
     from tracefp4.patching.rules import PlanRules
 

@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import Arithmetic, round_bf16_
-from tracefp4.patching.plan import Plan
+from tracefp4.patching.plan import Plan, check_adapters
 from tracefp4.qat import (
     ATTENTION_NAME,
     EXPERTS_NAME,
     ExpertWeights,
     SiteSettings,
+    carry_session,
     emulate_bf16,
     register_attention,
     register_experts,
@@ -56,17 +58,23 @@ def apply(model: nn.Module, plan: Plan, *, arithmetic: Arithmetic) -> Applied:
         arithmetic: EMULATED (CPU), CONTROL (comparisons), NATIVE (GPU).
 
     Raises:
-        ConfigError: the model is patched already, or the plan is of another architecture or depth, or lists
-            modules that the model lacks; nothing was changed then.
+        ConfigError: the model is patched already or carries adapters, the plan is of another architecture or depth
+            or lists modules that the model lacks, the model has no decoder layers, the arithmetic cannot hold a
+            scheme's values, or parameters are sharded in another way than experts over ranks, in the arithmetic's
+            dtype; nothing was changed then.
     """
     modules = _patchable(model)
     _check(model, plan, modules)
+    _check_sharding(model, modules, arithmetic)
+    for layer in plan.layers:
+        layer.check_storage(arithmetic)
+    undo = carry_session(model)
     register_experts()
     register_attention()
     _cast(model, arithmetic)
     config: Any = model.config
     before = (config._attn_implementation, config._experts_implementation)
-    undo: list[Callable[[], None]] = [lambda: _set_implementations(model, *before)]
+    undo.append(lambda: _set_implementations(model, *before))
     _set_implementations(model, ATTENTION_NAME, EXPERTS_NAME)
     for name, module in modules.items():
         module.tracefp4 = _settings(name, module, plan, arithmetic)  # type: ignore[assignment]
@@ -96,6 +104,7 @@ def _check(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> None:
             f"apply: the plan is for {plan.architecture}, the model is {type(model).__name__}. "
             "Make a plan for this model."
         )
+    check_adapters(model)
     planned = {decision.name for decision in plan.decisions if decision.kind == "experts"}
     found = {name for name in modules if name.endswith("experts")}
     num_layers = int(model.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
@@ -106,6 +115,22 @@ def _check(model: nn.Module, plan: Plan, modules: dict[str, nn.Module]) -> None:
         )
 
 
+def _check_sharding(model: nn.Module, modules: dict[str, nn.Module], arithmetic: Arithmetic) -> None:
+    """Refuse sharded parameters; whole experts over ranks may come from the loader, and are left in their dtype."""
+    experts = {id(p) for module in modules.values() for p in module.parameters(recurse=False)}
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        is_expert_shard = id(parameter) in experts and parameter.placements == (Shard(0),)
+        if not is_expert_shard or parameter.dtype != arithmetic.torch_dtype:
+            raise ConfigError(
+                f"apply: {name} is sharded; got placements {parameter.placements} of {parameter.dtype}. Whole "
+                f"parameters are needed, or experts as Shard(0) in {arithmetic.torch_dtype}, as transformers' "
+                "enable_expert_parallel loads them. Patch first and call fully_shard afterwards; do not use a tensor "
+                "parallel plan."
+            )
+
+
 def _settings(
     name: str, module: nn.Module, plan: Plan, arithmetic: Arithmetic
 ) -> ExpertWeights | SiteSettings:
@@ -113,7 +138,10 @@ def _settings(
     precision = plan.layers[layer]
     if type(module).__name__.endswith("Experts"):
         rules = plan.rules
-        return ExpertWeights(layer, precision, arithmetic, backward=rules.backward, ste=rules.ste)
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
+        return ExpertWeights(
+            layer, precision, arithmetic, backward=rules.backward, ste=rules.ste, shapes=shapes
+        )
     return SiteSettings(layer, precision, arithmetic)
 
 

@@ -1,21 +1,22 @@
 """What a plan costs: guidance bytes per token, weight and KV memory, and whether it fits a card. Pure Python.
 
-The decisions come from `patching.rules`, the sizes from `patching.shapes`; this file only multiplies. Bytes
-per token of one site of width K at b bits per value: K * b / 8 for the codes and K / 16 for the block scales
-(both are the codec's); a row scheme adds one exponent byte per row, and routing replay one id per expert
+The decisions come from `patching.rules`, the sizes from `patching.shapes`, the bytes of a row from `coding.codec`; this
+file only multiplies. A token's record has the rows of every guided site (codes and block scales as the codec keeps
+them, each padded to whole bytes); a row scheme adds one exponent byte per row, and routing replay one id per expert
 chosen. None of it is measured: activations, workspaces and fragmentation are not counted.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from tracefp4.coding import CODECS, codec_by_name, expert_id_bytes
 from tracefp4.errors import ConfigError
-from tracefp4.patching.rules import ModuleDecision, PlanRules, decide, guided_layers
+from tracefp4.patching.rules import AUTO, ModuleDecision, PlanRules, decide, guided_layers
 from tracefp4.patching.shapes import ModelShape, modules, num_parameters
 
-CODEC_BITS: Mapping[str, int] = {"full": 4, "mantissa": 1}
 BLOCK_SIZE = 16
 BF16_BYTES = 2
+MX_BLOCK_SIZE = 32
 FP4_BYTES = 0.5 + 1 / BLOCK_SIZE
 # bf16 weight 2, bf16 gradient 2, fp32 master copy 4, two fp32 Adam moments 8.
 TRAINER_BYTES_PER_PARAMETER = 16
@@ -39,9 +40,13 @@ class SiteSize:
     layer: int
     """Decoder layer."""
     width: int
-    """Values per token; a multiple of 16."""
-    rows: int = 0
-    """Rows with their own outer exponent per token: 1 for x, top_k for w2, 0 for the static K and V."""
+    """Values per row; a multiple of the block."""
+    rows: int = 1
+    """Rows per token: top_k for w2, else 1. Every row is stored in whole bytes."""
+    has_row_exponents: bool = False
+    """True under a row scheme, which stores an outer exponent for every row."""
+    block: int = BLOCK_SIZE
+    """Values per block scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +60,7 @@ class GuidanceBytes:
     row_exponents: int
     """One byte per row of a row scheme."""
     routed_ids: int
-    """One id per token, layer and chosen expert: 1 byte up to 256 experts, else 2."""
+    """One id per token, layer and chosen expert, of `coding.expert_id_bytes`."""
 
     @property
     def total(self) -> int:
@@ -83,30 +88,44 @@ class Memory:
     """bf16 weights and gradients, fp32 master weights and Adam moments."""
 
 
-def check_block(sizes: Mapping[str, int], *, block: int = BLOCK_SIZE) -> None:
+def block_of(scheme: str) -> int:
+    """Return the values per block scale of a scheme, from its name: 32 for MXFP4, 16 for NVFP4."""
+    return MX_BLOCK_SIZE if scheme.startswith("MXFP4") else BLOCK_SIZE
+
+
+def fp4_bytes(scheme: str) -> float:
+    """Return the bytes per value of a scheme: half a byte for the code and a share of the block scale; 2 for `none`."""
+    return BF16_BYTES if scheme == "none" else 0.5 + 1 / block_of(scheme)
+
+
+def check_block(sizes: Mapping[str, int], *, block: int = BLOCK_SIZE, module: str = "FP4") -> None:
     """Refuse sizes that are not a multiple of the block.
 
+    Args:
+        sizes: Width by name.
+        block: Values per block scale.
+        module: What would be quantized, for the message.
+
     Raises:
-        ConfigError: names the size, its value and the multiple.
+        ConfigError: names the module, the size, its value and the multiple.
     """
     for name, size in sizes.items():
         if size % block:
             raise ConfigError(
-                f"plan: FP4 needs {name} divisible by {block}; got {size}. Use a model with {name} a "
-                f"multiple of {block}, or exclude the modules in the plan."
+                f"plan: {module} needs {name} divisible by {block}; got {size}. Use a model with {name} a "
+                f"multiple of {block}, a scheme of smaller blocks, or exclude the modules in the plan."
             )
 
 
-def codec_bytes(width: int, codec: str) -> int:
-    """Return the bytes of codes and block scales of `width` values: K*bits/8 + K/16.
+def codec_bytes(width: int, codec: str, *, block: int = BLOCK_SIZE) -> int:
+    """Return the bytes that a codec keeps of one row of `width` values: codes and block scales.
 
     Raises:
-        ConfigError: an unknown codec, or a width that is not a multiple of 16.
+        ConfigError: an unknown codec, or a width that is not a multiple of the block.
     """
-    if codec not in CODEC_BITS:
-        raise ConfigError(f"plan: unknown codec {codec!r}; known: {', '.join(CODEC_BITS)}.")
-    check_block({"the width of a site": width})
-    return width * CODEC_BITS[codec] // 8 + width // BLOCK_SIZE
+    kept = codec_by_name(codec)
+    check_block({"the width of a site": width}, block=block)
+    return kept.row_bytes(width, block_size=block)
 
 
 def guidance_bytes(
@@ -116,20 +135,23 @@ def guidance_bytes(
 
     Args:
         sites: the guided sites.
-        codec: `full` or `mantissa`.
+        codec: name of a codec, the same at every site.
         num_routed_ids: expert ids per token over all layers; 0 when routing is not replayed.
         num_experts: routed experts, which sets the bytes of one id.
     """
     activations = kv = exponents = 0
     for site in sites:
+        stored = site.rows * codec_bytes(site.width, codec, block=site.block)
         if site.kind in ("k", "v"):
-            kv += codec_bytes(site.width, codec)
+            kv += stored
         else:
-            activations += codec_bytes(site.width, codec)
-        exponents += site.rows
-    id_bytes = 1 if num_experts <= 256 else 2
+            activations += stored
+        exponents += site.rows * site.has_row_exponents
     return GuidanceBytes(
-        activations=activations, kv=kv, row_exponents=exponents, routed_ids=num_routed_ids * id_bytes
+        activations=activations,
+        kv=kv,
+        row_exponents=exponents,
+        routed_ids=num_routed_ids * expert_id_bytes(num_experts),
     )
 
 
@@ -153,7 +175,8 @@ def decisions_for(shape: ModelShape, rules: PlanRules) -> tuple[ModuleDecision, 
             'Relax the rules, or say mode = "bf16".'
         )
     if "experts" in chosen:
-        check_block({"hidden_size": shape.hidden, "moe_intermediate_size": shape.moe_inter})
+        sizes = {"hidden_size": shape.hidden, "moe_intermediate_size": shape.moe_inter}
+        check_block(sizes, block=max(block_of(rules.activation), block_of(rules.weight)))
     if "kv" in chosen:
         check_block({"head_dim": shape.head_dim})
     return decisions
@@ -164,6 +187,8 @@ def guided_kinds(decision: ModuleDecision, *, num_layers: int, rules: PlanRules)
     if rules.guidance == "none" or rules.mode == "bf16" or not decision.is_quantized:
         return ()
     if decision.layer not in guided_layers(rules.layers, num_layers=num_layers):
+        return ()
+    if decision.kind == "experts" and rules.activation == "none":
         return ()
     owned = ("k", "v") if decision.kind == "kv" else ("x", "w2")
     return tuple(kind for kind in rules.sites if kind in owned)
@@ -179,18 +204,20 @@ def guided_sites(
     """
     if rules.guidance == "none" or rules.mode == "bf16":
         return ()
+    block, by_row = block_of(rules.activation), "_ROW_" in rules.activation
     sizes = {
-        "x": (shape.hidden, 1),
-        "k": (shape.kv_width, 0),
-        "v": (shape.kv_width, 0),
-        "w2": (shape.top_k * shape.moe_inter, shape.top_k),
+        "x": SiteSize(kind="x", layer=0, width=shape.hidden, has_row_exponents=by_row, block=block),
+        "k": SiteSize(kind="k", layer=0, width=shape.kv_width),
+        "v": SiteSize(kind="v", layer=0, width=shape.kv_width),
+        "w2": SiteSize(
+            kind="w2", layer=0, width=shape.moe_inter, rows=shape.top_k, has_row_exponents=by_row, block=block
+        ),
     }
     found = []
     for decision in decisions:
         for kind in guided_kinds(decision, num_layers=shape.layers, rules=rules):
             assert decision.layer is not None
-            width, rows = sizes[kind]
-            found.append(SiteSize(kind=kind, layer=decision.layer, width=width, rows=rows))
+            found.append(replace(sizes[kind], layer=decision.layer))
     if not found:
         raise ConfigError(
             f"plan: guidance {rules.guidance!r} selects no site of {shape.name} (sites={list(rules.sites)}, "
@@ -200,12 +227,30 @@ def guided_sites(
 
 
 def record_bytes(shape: ModelShape, decisions: Iterable[ModuleDecision], rules: PlanRules) -> GuidanceBytes:
-    """Return the bytes per token of the records that a plan makes; all zero without guidance."""
+    """Return the bytes per token of the records that a plan makes: routed ids alone without guidance.
+
+    Raises:
+        ConfigError: guidance is `auto`, whose codecs no plan knows before a calibration, or selects no site.
+    """
+    if rules.guidance == AUTO and rules.mode != "bf16":
+        raise ConfigError(
+            f"plan: records have no size yet; got guidance {AUTO!r}, which chooses a codec per site from measured "
+            f"noise. A size needs a codec: {', '.join(CODECS)}. Name one, or compare them with bytes_by_codec."
+        )
     sites = guided_sites(shape, decisions, rules)
-    if not sites:
-        return GuidanceBytes(activations=0, kv=0, row_exponents=0, routed_ids=0)
     ids = len(shape.moe_layers) * shape.top_k if rules.replay_routing else 0
     return guidance_bytes(sites, codec=rules.guidance, num_routed_ids=ids, num_experts=shape.experts)
+
+
+def bytes_by_codec(
+    shape: ModelShape, decisions: Sequence[ModuleDecision], rules: PlanRules
+) -> dict[str, GuidanceBytes]:
+    """Return what the same sites weigh under every codec of `coding.CODECS`, and under the rules' own; empty without
+    guidance."""
+    if rules.guidance == "none" or rules.mode == "bf16":
+        return {}
+    names = CODECS if rules.guidance in (AUTO, *CODECS) else (*CODECS, rules.guidance)
+    return {name: record_bytes(shape, decisions, replace(rules, guidance=name)) for name in names}
 
 
 def _kv_bytes(shape: ModelShape, quantized: set[int], context: int) -> tuple[int, int]:
@@ -230,7 +275,14 @@ def _state_bytes(shape: ModelShape) -> int:
     return layers * (matrices + taps)
 
 
-def memory(shape: ModelShape, decisions: Iterable[ModuleDecision], *, context: int, batch: int) -> Memory:
+def memory(
+    shape: ModelShape,
+    decisions: Iterable[ModuleDecision],
+    *,
+    context: int,
+    batch: int,
+    weight: str = "NVFP4_TENSOR_POW2",
+) -> Memory:
     """Return what weights, KV cache and optimizer need.
 
     Args:
@@ -238,6 +290,7 @@ def memory(shape: ModelShape, decisions: Iterable[ModuleDecision], *, context: i
         decisions: from `decisions_for`.
         context: tokens per sequence, at least 1.
         batch: sequences at once, at least 1.
+        weight: name of the scheme of the expert weights; the cache is NVFP4.
 
     Raises:
         ConfigError: context or batch below 1.
@@ -253,7 +306,7 @@ def memory(shape: ModelShape, decisions: Iterable[ModuleDecision], *, context: i
     return Memory(
         parameters=total,
         weights_bf16=total * BF16_BYTES,
-        weights_plan=int((total - quantized) * BF16_BYTES + quantized * FP4_BYTES),
+        weights_plan=int((total - quantized) * BF16_BYTES + quantized * fp4_bytes(weight)),
         kv_bf16=kv_bf16 * batch,
         kv_plan=kv_plan * batch,
         state=_state_bytes(shape) * batch,

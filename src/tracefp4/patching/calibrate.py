@@ -1,8 +1,10 @@
-"""Find the static power-of-two outer scale of K and V, per layer, from a batch of real tokens.
+"""Find the static power-of-two outer scales of a plan, per layer and site, from a batch of real tokens.
 
-The KV scheme has no dynamic outer scale (a row's bytes must not depend on other rows), so each layer gets one
-exponent for K and one for V such that the largest block scale of the batch stays well inside E4M3 and small
-values do not fall into its subnormals; the rule is `formats.scaling.calibrate_exponent`.
+A static scheme has no outer scale of its own (a row's bytes must not depend on other rows), so each layer gets one
+exponent for K, one for V and, where activations are static, one for the experts' input and one for the
+down-projection's, such that the largest block scale of the batch stays well inside E4M3 and small values do not fall
+into its subnormals; the rule is `formats.calibration.calibrate_exponent`. Sites that wait for their exponent pass
+their values on unrounded, so no layer is calibrated behind another one's missing exponent.
 """
 
 from dataclasses import replace
@@ -12,18 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import ConfigError
-from tracefp4.formats.scaling import calibrate_exponent
+from tracefp4.formats.calibration import calibrate_exponent
 from tracefp4.guidance import Site
 from tracefp4.patching.plan import Plan
-from tracefp4.qat import SiteSettings
+from tracefp4.qat import ExpertWeights, SiteSettings
 
 
 @torch.no_grad()
-def calibrate_kv(model: nn.Module, plan: Plan, *, input_ids: Tensor, attention_mask: Tensor) -> Plan:
-    """Return the plan with KV exponents calibrated on one batch.
+def calibrate(model: nn.Module, plan: Plan, *, input_ids: Tensor, attention_mask: Tensor) -> Plan:
+    """Return the plan with its static exponents calibrated on one batch.
 
     Args:
-        model: the model, patched by `apply` (any precision; the observed K and V are unrounded).
+        model: the model, patched by `apply` (any precision; the observed values are unrounded).
         plan: the plan to complete.
         input_ids: int64 [B, T], real tokens.
         attention_mask: [B, T], 1 at real tokens; padded positions do not take part.
@@ -31,17 +33,19 @@ def calibrate_kv(model: nn.Module, plan: Plan, *, input_ids: Tensor, attention_m
     Raises:
         ConfigError: the model is not patched.
     """
-    seen: dict[Site, Tensor] = {}
-    valid = attention_mask.reshape(-1).bool()
+    found: dict[Site, int] = {}
+    valid, wanted = attention_mask.reshape(-1).bool(), plan.static_exponents
 
     def observe(site: Site, values: Tensor) -> None:
-        seen[site] = values[valid]
+        if site in wanted:
+            rows_per_token = values.shape[0] // valid.shape[0]
+            found[site] = calibrate_exponent(values[valid.repeat_interleave(rows_per_token)])
 
     modules: list[Any] = [
-        m for m in model.modules() if isinstance(getattr(m, "tracefp4", None), SiteSettings)
+        m for m in model.modules() if isinstance(getattr(m, "tracefp4", None), SiteSettings | ExpertWeights)
     ]
     if not modules:
-        raise ConfigError("calibrate_kv: the model is not patched. Call patching.apply first.")
+        raise ConfigError("calibrate: the model is not patched. Call patching.apply first.")
     settings = [m.tracefp4 for m in modules]
     try:
         for module in modules:
@@ -51,12 +55,4 @@ def calibrate_kv(model: nn.Module, plan: Plan, *, input_ids: Tensor, attention_m
     finally:
         for module, own in zip(modules, settings, strict=True):
             module.tracefp4 = own
-    layers = {site.layer for site in seen}
-    exponents = {
-        i: (
-            calibrate_exponent(seen[Site(kind="k", layer=i)]),
-            calibrate_exponent(seen[Site(kind="v", layer=i)]),
-        )
-        for i in layers
-    }
-    return plan.with_kv_exponents(exponents)
+    return plan.with_exponents(found)

@@ -8,17 +8,21 @@ also serves models known by name only.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from tracefp4.coding import codec_by_name
 from tracefp4.errors import ConfigError
-from tracefp4.formats import BF16_LAYER, LayerPrecision, Scheme, scheme_by_name
+from tracefp4.formats import BF16_LAYER, LayerPrecision, Scheme
+from tracefp4.formats.precision import PARTS, scheme_digest
 from tracefp4.guidance import Site
 from tracefp4.guidance.record import SiteKind
 from tracefp4.patching.budget import check_block
-from tracefp4.patching.rules import ModuleDecision, PlanRules, decide, guided_layers
+from tracefp4.patching.rules import AUTO, ModuleDecision, PlanRules, decide, guided_layers
+from tracefp4.patching.schemes import can_follow, check_codec, check_recordable, part_scheme
 
 SUPPORTED_ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 
@@ -37,10 +41,16 @@ class Plan:
     """Precision of each decoder layer, index = layer."""
     guided_sites: tuple[Site, ...]
     """Sites that the rollout records and the trainer follows; empty for nearest rounding."""
+    codecs: Mapping[Site, str] = field(default_factory=dict, hash=False)
+    """Codec of every guided site. Under one codec for all it follows from the rules; under `guidance = "auto"` it is
+    empty until `with_codecs` puts in what a calibration chose. Empty without guidance."""
     digest: str = field(default="")
-    """16 hex characters over architecture and layer precisions: what the rollout computes."""
+    """16 hex characters over architecture and layer precisions, what the rollout computes; under `guidance = "auto"`
+    over the chosen codecs as well, because the choice is part of the plan. A fixed codec is not in it."""
 
     def __post_init__(self) -> None:
+        if self.rules.guidance != AUTO:
+            object.__setattr__(self, "codecs", dict.fromkeys(self.guided_sites, self.rules.guidance))
         if not self.digest:
             object.__setattr__(self, "digest", _digest(self))
 
@@ -51,24 +61,71 @@ class Plan:
 
     @property
     def scheme_digest(self) -> str:
-        """Digest of the schemes in use, joined in the order activation, weight, kv."""
-        layer = next((layer for layer in self.layers if layer != BF16_LAYER), BF16_LAYER)
-        schemes = (layer.activation, layer.weight, layer.kv)
-        return "-".join("bf16" if scheme is None else scheme.digest for scheme in schemes)
+        """Digest of the schemes in use, over all layers (`formats.precision.scheme_digest`)."""
+        return scheme_digest(self.layers)
 
-    def with_kv_exponents(self, exponents: dict[int, tuple[int, int]]) -> "Plan":
-        """Return the plan with calibrated power-of-two outer scales of K and V, layer -> (k, v)."""
-        layers = tuple(
-            replace(layer, k_exponent=exponents[i][0], v_exponent=exponents[i][1])
-            if layer.kv and i in exponents
-            else layer
-            for i, layer in enumerate(self.layers)
-        )
+    @property
+    def static_exponents(self) -> dict[Site, int]:
+        """Power-of-two outer scale of every site that has a static one."""
+        sites = (Site(kind=part, layer=i) for i in range(len(self.layers)) for part in PARTS)
+        found = {site: self.layers[site.layer].exponent_of(site.kind) for site in sites}
+        return {site: exponent for site, exponent in found.items() if exponent is not None}
+
+    @property
+    def needs_calibration(self) -> bool:
+        """True under `guidance = "auto"` before a codec was chosen for the guided sites: what the rollout records is
+        then `full`, and nothing can be recoded for training."""
+        return bool(self.guided_sites) and not self.codecs
+
+    def can_follow(self, codec: str) -> bool:
+        """Return whether records in this codec can be decoded at every guided site."""
+        schemes = (self.layers[site.layer].scheme_of(site.kind) for site in self.guided_sites)
+        return all(scheme is None or can_follow(scheme, codec) for scheme in schemes)
+
+    def with_codecs(self, codecs: Mapping[Site, str]) -> "Plan":
+        """Return the plan with the codecs that a calibration chose; its digest differs from that of other choices.
+
+        Args:
+            codecs: name of a codec for every guided site and no other.
+
+        Raises:
+            ConfigError: the plan's rules name one codec for all, a site is missing or not guided, or an unknown codec.
+        """
+        if self.rules.guidance != AUTO:
+            raise ConfigError(
+                f"plan: codecs cannot be chosen by site; got {len(codecs)} for a plan with guidance "
+                f'{self.rules.guidance!r}. Only guidance = "auto" takes them. Set quantization.guidance to auto.'
+            )
+        if set(codecs) != set(self.guided_sites):
+            odd = sorted(set(codecs) ^ set(self.guided_sites))
+            raise ConfigError(
+                f"plan: codecs do not fit the guided sites; got {len(codecs)} codecs, missing or not guided are "
+                f"{[str(site) for site in odd]}. Every one of the {len(self.guided_sites)} guided sites needs one. "
+                "Choose from a calibration of this plan."
+            )
+        for name in codecs.values():
+            codec_by_name(name)
+        return replace(self, codecs={site: codecs[site] for site in self.guided_sites}, digest="")
+
+    def with_exponents(self, exponents: Mapping[Site, int]) -> "Plan":
+        """Return the plan with these static outer scales; sites that have none are left alone."""
+        static = self.static_exponents
+        changes: list[dict[str, int]] = [{} for _ in self.layers]
+        for site, exponent in exponents.items():
+            if site in static:
+                changes[site.layer][f"{site.kind}_exponent"] = exponent
+        layers = tuple(replace(layer, **found) for layer, found in zip(self.layers, changes, strict=True))  # type: ignore[arg-type]
         return replace(self, layers=layers, digest="")
 
     def without_guidance(self) -> "Plan":
         """Return the plan that rounds to nearest everywhere (deployment, and the QAT arm)."""
-        return replace(self, rules=replace(self.rules, guidance="none"), guided_sites=(), digest="")
+        return replace(
+            self,
+            rules=replace(self.rules, guidance="none", gate="none"),
+            guided_sites=(),
+            codecs={},
+            digest="",
+        )
 
     def summary(self) -> dict[str, object]:
         """Return the plan as plain data for the run manifest."""
@@ -79,24 +136,32 @@ class Plan:
             "rules": asdict(self.rules),
             "num_quantized_modules": self.num_quantized,
             "guided_sites": [f"{site.layer}.{site.kind}" for site in self.guided_sites],
-            "kv_exponents": [[layer.k_exponent, layer.v_exponent] for layer in self.layers],
+            "codecs": {f"{site.layer}.{site.kind}": name for site, name in self.codecs.items()},
+            "needs_calibration": self.needs_calibration,
+            "num_layers": len(self.layers),
+            "static_exponents": {f"{s.layer}.{s.kind}": k for s, k in self.static_exponents.items()},
         }
 
 
 def _digest(plan: Plan) -> str:
     """Digest of what a rollout under this plan computes: the model's class and the precision of every layer.
 
-    How the trainer follows the records (codec, decoder, sites, straight-through options) is not part of it: the
-    same rollout may be followed in several ways, and is when they are compared.
+    How the trainer follows the records (codec, gate, decoder, sites, straight-through options) is not part of it: the
+    same rollout may be followed in several ways, and is when they are compared. Codecs that a calibration chose are
+    part of it: records of another choice are refused by digest, not found out site by site.
     """
 
     def name(scheme: Scheme | None) -> str:
         return "bf16" if scheme is None else scheme.digest
 
     layers = [
-        [name(s.activation), name(s.weight), name(s.kv), s.k_exponent, s.v_exponent] for s in plan.layers
+        [name(s.activation), name(s.weight), name(s.kv), *(s.exponent_of(part) or 0 for part in PARTS)]
+        for s in plan.layers
     ]
-    text = json.dumps([plan.architecture, layers])
+    content: list[Any] = [plan.architecture, layers]
+    if plan.rules.guidance == AUTO and plan.codecs:
+        content.append([[str(site), name] for site, name in sorted(plan.codecs.items())])
+    text = json.dumps(content)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -108,9 +173,10 @@ def plan(model: nn.Module, rules: PlanRules) -> Plan:
         rules: the options; `mode="bf16"` makes a plan that quantizes nothing on purpose.
 
     Raises:
-        ConfigError: an unsupported architecture, a quantized dimension that is not a multiple of the block, a
-            scheme at a site it cannot serve, an exclude pattern that matches nothing, or rules that ask for
-            FP4 and select no module or for guidance and select no site.
+        ConfigError: an unsupported architecture, adapters that are not merged, a quantized dimension that is not a
+            multiple of the block, a scheme at a site it cannot serve or cannot be guided at, a codec that cannot be
+            decoded under a site's scheme, an exclude pattern that matches nothing, or rules that ask for FP4 and select
+            no module or for guidance and select no site.
     """
     architecture = type(model).__name__
     if architecture not in SUPPORTED_ARCHITECTURES:
@@ -118,6 +184,7 @@ def plan(model: nn.Module, rules: PlanRules) -> Plan:
             f"plan: {architecture} is not a supported mixture-of-experts model; supported: "
             f"{', '.join(SUPPORTED_ARCHITECTURES)}. Pass a checkpoint of the Qwen3-MoE family."
         )
+    check_adapters(model)
     config: Any = model.config
     names = [
         n for n, m in model.named_modules() if n and (not any(True for _ in m.children()) or _is_experts(m))
@@ -142,6 +209,20 @@ def plan(model: nn.Module, rules: PlanRules) -> Plan:
     )
 
 
+def check_adapters(model: nn.Module) -> None:
+    """Refuse a model that carries adapters: their sum is not a parameter, so no FP4 copy could stand for it.
+
+    Raises:
+        ConfigError: a module wraps another one as its `base_layer`, as PEFT does.
+    """
+    wrapped = next((name for name, module in model.named_modules() if hasattr(module, "base_layer")), None)
+    if wrapped is not None:
+        raise ConfigError(
+            f"plan: {wrapped} carries an adapter; got a module with a base_layer (PEFT). Weights are quantized as they "
+            "are stored, and engine and export would not see the adapter. Merge it first (merge_and_unload)."
+        )
+
+
 def _is_experts(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Experts")
 
@@ -149,23 +230,10 @@ def _is_experts(module: nn.Module) -> bool:
 def _layer_precision(index: int, decisions: tuple[ModuleDecision, ...], rules: PlanRules) -> LayerPrecision:
     chosen = {d.kind for d in decisions if d.is_quantized and d.layer == index}
     return LayerPrecision(
-        activation=_scheme("activation", rules.activation, outer="row") if "experts" in chosen else None,
-        weight=_scheme("weight", rules.weight, outer="tensor") if "experts" in chosen else None,
-        kv=_scheme("kv", rules.kv, outer="static") if "kv" in chosen else None,
-        k_exponent=0,
-        v_exponent=0,
+        activation=part_scheme("activation", rules.activation) if "experts" in chosen else None,
+        weight=part_scheme("weight", rules.weight) if "experts" in chosen else None,
+        kv=part_scheme("kv", rules.kv) if "kv" in chosen else None,
     )
-
-
-def _scheme(option: str, name: str, *, outer: str) -> Scheme:
-    """Look a scheme up, and refuse an outer scale that would couple rows or that the site does not have."""
-    scheme = scheme_by_name(name)
-    if scheme.outer != outer:
-        raise ConfigError(
-            f"quantization.{option}: {name} has its outer scale per {scheme.outer!r}; {option} needs one per "
-            f"{outer!r}. Choose a scheme of that kind, or keep the default."
-        )
-    return scheme
 
 
 def _guided(layers: tuple[LayerPrecision, ...], rules: PlanRules) -> tuple[Site, ...]:
@@ -176,8 +244,11 @@ def _guided(layers: tuple[LayerPrecision, ...], rules: PlanRules) -> tuple[Site,
     kinds: tuple[SiteKind, ...] = rules.sites  # type: ignore[assignment]  # checked by PlanRules
     for i in chosen:
         for kind in kinds:
-            scheme = layers[i].kv if kind in ("k", "v") else layers[i].activation
+            scheme = layers[i].scheme_of(kind)
             if scheme is not None:
+                check_recordable(f"{i}.{kind}", scheme)
+                if rules.guidance != AUTO:
+                    check_codec(f"{i}.{kind}", scheme, rules.guidance)
                 sites.append(Site(kind=kind, layer=i))
     if not sites:
         raise ConfigError(
@@ -189,12 +260,14 @@ def _guided(layers: tuple[LayerPrecision, ...], rules: PlanRules) -> tuple[Site,
 
 
 def _check_dimensions(config: Any, layers: tuple[LayerPrecision, ...]) -> None:
-    for layer in layers:
-        if layer.activation is not None:
-            sizes = {
-                "hidden_size": config.hidden_size,
-                "moe_intermediate_size": config.moe_intermediate_size,
-            }
-            check_block(sizes, block=layer.activation.block_size)
+    """Refuse a width that a scheme's block does not divide, naming the modules."""
+    inner = {"hidden_size": config.hidden_size, "moe_intermediate_size": config.moe_intermediate_size}
+    for i, layer in enumerate(layers):
+        for scheme in (layer.activation, layer.weight):
+            if scheme is not None:
+                check_block(
+                    inner, block=scheme.block_size, module=f"model.layers.{i}.mlp.experts ({scheme.name})"
+                )
         if layer.kv is not None:
-            check_block({"head_dim": config.head_dim}, block=layer.kv.block_size)
+            module = f"model.layers.{i}.self_attn.kv_cache ({layer.kv.name})"
+            check_block({"head_dim": config.head_dim}, block=layer.kv.block_size, module=module)

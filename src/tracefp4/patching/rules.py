@@ -10,12 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from tracefp4.coding import CODECS, codec_by_name, codec_names
 from tracefp4.errors import ConfigError
 
 SITE_KINDS = ("x", "k", "v", "w2")
 MODES = ("bf16", "fp4")
-GUIDANCES = ("none", "full", "mantissa")
+AUTO = "auto"
 DECODERS = ("bracket", "nearest_cell")
+GATES = ("auto", "none", "noise")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,10 +26,15 @@ class PlanRules:
 
     mode: str = "fp4"
     """`fp4`, or `bf16` for the control that quantizes nothing."""
-    guidance: str = "mantissa"
-    """Codec of the recorded decisions: `none` (nearest rounding), `full`, `mantissa`."""
+    guidance: str = "bch64_3+coset1"
+    """What is recorded and followed: `none` (nearest rounding), one codec for every site (any name that
+    `coding.codec_by_name` knows), or `auto`, a codec per site chosen from measured noise."""
+    gate: str = "auto"
+    """Where a record is followed: `none`, everywhere (the paper's rule); `noise`, only in a band around the
+    rounding boundaries as wide as the measured noise (`guidance.gate`), so that what an update moved is seen to move;
+    `auto`, noise wherever something is guided."""
     decoder: str = "nearest_cell"
-    """How one recorded bit is decoded: `bracket` (the paper's) or `nearest_cell`."""
+    """How recorded low bits are decoded: `bracket` (the paper's) or `nearest_cell`."""
     sites: tuple[str, ...] = ("x", "k", "v")
     """Site kinds that are recorded and followed: x (expert input), k, v, w2 (down-projection input)."""
     layers: str = "all"
@@ -37,9 +44,9 @@ class PlanRules:
     exclude: tuple[str, ...] = ()
     """Whole-name globs of modules that stay bf16, e.g. `model.layers.3.*`."""
     activation: str = "NVFP4_ROW_POW2"
-    """Scheme of the expert inputs."""
+    """Scheme of the expert inputs; `none` keeps them bf16 (weight-only FP4)."""
     weight: str = "NVFP4_TENSOR_POW2"
-    """Scheme of the expert weights."""
+    """Scheme of the expert weights; `none` keeps them bf16."""
     kv: str = "NVFP4_KV"
     """Scheme of the KV cache; `none` keeps it bf16."""
     replay_routing: bool = True
@@ -49,9 +56,15 @@ class PlanRules:
     ste: str = "identity"
     """Gradient across the activation quantizer: `identity`, or `clip`."""
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether records are followed in a band only."""
+        return self.guidance != "none" and self.gate != "none"
+
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
-        _one_of("guidance", self.guidance, GUIDANCES)
+        _check_guidance(self.guidance)
+        _one_of("gate", self.gate, GATES)
         _one_of("decoder", self.decoder, DECODERS)
         _one_of("backward", self.backward, ("dequantized", "high_precision"))
         _one_of("ste", self.ste, ("identity", "clip"))
@@ -87,6 +100,20 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(
             f"quantization.{name}: unknown value {value!r}; allowed: {', '.join(allowed)}.{hint}"
         )
+
+
+def _check_guidance(name: str) -> None:
+    if name in ("none", AUTO):
+        return
+    try:
+        codec_by_name(name)
+    except ConfigError:
+        near = difflib.get_close_matches(name, ("none", AUTO, *CODECS), n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Choose one of them."
+        raise ConfigError(
+            f"quantization.guidance: unknown value {name!r}; allowed: none, {AUTO}, or a codec, which is "
+            f"{codec_names()}. {hint}"
+        ) from None
 
 
 def guided_layers(rule: str, *, num_layers: int) -> tuple[int, ...]:
@@ -205,5 +232,7 @@ def _decide_candidate(
         return False, f"among the last {rules.last_layers_bf16} layers (last_layers_bf16)"
     if kind == "kv" and rules.kv == "none":
         return False, 'kv = "none"'
-    scheme = rules.kv if kind == "kv" else f"{rules.activation} x {rules.weight}"
+    if kind == "experts" and rules.activation == rules.weight == "none":
+        return False, 'activation = weight = "none"'
+    scheme = rules.kv if kind == "kv" else f"{rules.activation} x {rules.weight}".replace("none", "bf16")
     return True, f"{'KV cache' if kind == 'kv' else 'routed experts'}: {scheme}"

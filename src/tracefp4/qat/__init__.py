@@ -7,6 +7,7 @@ This room owns forward and backward of quantized modules. It never selects which
 from tracefp4.qat.attention import ATTENTION_NAME, SiteSettings, register_attention
 from tracefp4.qat.emulation import emulate_bf16
 from tracefp4.qat.experts import EXPERTS_NAME, ExpertWeights, register_experts
+from tracefp4.qat.recomputation import carry_session
 from tracefp4.qat.ste import clip_mask, round_bf16_through, straight_through
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "EXPERTS_NAME",
     "ExpertWeights",
     "SiteSettings",
+    "carry_session",
     "clip_mask",
     "emulate_bf16",
     "register_attention",

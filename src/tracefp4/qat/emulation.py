@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tracefp4.formats.arithmetic import Arithmetic, round_bf16_
 from tracefp4.guidance import route_site
+from tracefp4.qat.opaque import opaque
 
 Undo = Callable[[], None]
 
@@ -81,7 +82,8 @@ def emulate_bf16(model: nn.Module, *, arithmetic: Arithmetic) -> list[Undo]:
         kind = type(module).__name__
         if kind.endswith("TopKRouter"):
             module.tracefp4 = (_layer_index(name), arithmetic)
-            undo += [lambda m=module: delattr(m, "tracefp4"), _replace_forward(module, router_forward)]  # type: ignore[misc]
+            undo.append(lambda m=module: delattr(m, "tracefp4"))  # type: ignore[misc]
+            undo.append(_replace_forward(module, opaque(router_forward)))
         if not arithmetic.emulates_bf16:
             continue
         if kind.endswith("RMSNorm"):

@@ -14,7 +14,7 @@ Letters: B samples, T padded length, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """B samples padded to T tokens, on the CPU."""
+    """B samples padded to T tokens; `pad` makes it on the CPU."""
 
     input_ids: Tensor
     """int64 [B, T], prompt and completion; pad_id at padding."""
@@ -37,12 +37,14 @@ class Batch:
     """bool [B, T], True: a token of the sample, False: padding."""
     positions: Tensor
     """int64 [B, T], index of the token within its sample, 0-based; -1 at padding."""
+    completion_mask: Tensor
+    """bool [B, T], True: this entry's token belongs to the completion, whoever wrote it."""
     loss_mask: Tensor
-    """bool [B, T], True: this entry's token is a completion token and is trained."""
+    """bool [B, T], True: this entry's token was sampled by the policy and is trained."""
     rollout_logprobs: Tensor
-    """float [B, T], log p of this entry's token when it was sampled; 0 outside the completion."""
+    """float [B, T], log p of this entry's token when it was sampled; 0 where no policy sampled it."""
     weight_versions: Tensor
-    """int64 [B, T], weight version this entry's token was sampled from; -1 outside the completion."""
+    """int64 [B, T], weight version this entry's token was sampled from; -1 where no policy sampled it."""
     advantages: Tensor
     """float [B], one for all tokens of the sample."""
     group_index: Tensor
@@ -55,10 +57,14 @@ class Batch:
         """B."""
         return self.input_ids.shape[0]
 
-    @property
-    def completion_mask(self) -> Tensor:
-        """bool [B, T], True at completion tokens, trained or not."""
-        return self.weight_versions >= 0
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch with its tensors on a device; the records stay where they are."""
+        moved = {
+            f.name: value.to(device)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved)  # type: ignore[arg-type]
 
     def model_positions(self) -> Tensor:
         """Return position ids for the model, int64 [B, T]: `positions` with 0 at padding."""
@@ -93,28 +99,36 @@ def pad(
     _check_padding(len(samples), pad_id=pad_id, side=side, left_extra=left_extra)
     longest = max(sample.num_tokens for sample in samples)
     shape = (len(samples), left_extra + longest)
-    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
-    attention_mask = torch.zeros(shape, dtype=torch.bool)
-    loss_mask = torch.zeros(shape, dtype=torch.bool)
-    rollout_logprobs = torch.zeros(shape, dtype=dtype)
-    weight_versions = torch.full(shape, -1, dtype=torch.int64)
+    input_ids = torch.full(shape, pad_id, dtype=torch.int64, device="cpu")
+    attention_mask = torch.zeros(shape, dtype=torch.bool, device="cpu")
+    completion_mask = torch.zeros(shape, dtype=torch.bool, device="cpu")
+    loss_mask = torch.zeros(shape, dtype=torch.bool, device="cpu")
+    rollout_logprobs = torch.zeros(shape, dtype=dtype, device="cpu")
+    weight_versions = torch.full(shape, -1, dtype=torch.int64, device="cpu")
     for row, sample in enumerate(samples):
         first = left_extra + (longest - sample.num_tokens if side == "left" else 0)
         completion = slice(first + len(sample.prompt_ids), first + sample.num_tokens)
-        input_ids[row, first : completion.stop] = torch.tensor(sample.input_ids, dtype=torch.int64)
+        input_ids[row, first : completion.stop] = torch.tensor(
+            sample.input_ids, dtype=torch.int64, device="cpu"
+        )
         attention_mask[row, first : completion.stop] = True
-        loss_mask[row, completion] = trains_truncated or not sample.is_truncated
-        rollout_logprobs[row, completion] = torch.tensor(sample.rollout_logprobs, dtype=dtype)
-        weight_versions[row, completion] = torch.tensor(sample.weight_versions, dtype=torch.int64)
+        completion_mask[row, completion] = True
+        if trains_truncated or not sample.is_truncated:
+            loss_mask[row, completion] = torch.tensor(sample.trained_flags, dtype=torch.bool, device="cpu")
+        rollout_logprobs[row, completion] = torch.tensor(sample.rollout_logprobs, dtype=dtype, device="cpu")
+        weight_versions[row, completion] = torch.tensor(
+            sample.weight_versions, dtype=torch.int64, device="cpu"
+        )
     return Batch(
         input_ids=input_ids,
         attention_mask=attention_mask,
         positions=token_positions(attention_mask),
+        completion_mask=completion_mask,
         loss_mask=loss_mask,
         rollout_logprobs=rollout_logprobs,
         weight_versions=weight_versions,
-        advantages=torch.tensor([sample.advantage for sample in samples], dtype=dtype),
-        group_index=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64),
+        advantages=torch.tensor([sample.advantage for sample in samples], dtype=dtype, device="cpu"),
+        group_index=torch.tensor([sample.group_index for sample in samples], dtype=torch.int64, device="cpu"),
         records=tuple(sample.record for sample in samples),
     )
 

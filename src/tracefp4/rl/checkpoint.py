@@ -2,9 +2,10 @@
 
 step_000010/ holds model.safetensors (bf16: the copies that forward uses), config, tokenizer and generation
 config, `optimizer.safetensors` (fp32 masters and moments), `rng.json`, `pending.bin` (samples generated ahead of
-training), and `state.json`, written last, with a checksum of every other file. The directory is filled under a
-temporary name and renamed: a reader finds a whole checkpoint or none. Anything without a valid state.json is
-ignored. Nothing is pickled: reading a checkpoint runs no code of its writer.
+training), `under_way.bin` (groups that go on over several steps, with their records), and `state.json`, written last,
+with a checksum of every other file. The directory is filled under a temporary name and renamed: a reader finds a whole
+checkpoint or none. Anything without a valid state.json is ignored. Nothing is pickled: reading a checkpoint runs no
+code of its writer.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ from tracefp4.errors import RecordError
 from tracefp4.rl.policy import no_progress_bars
 from tracefp4.rl.rundir import disk_error, is_disk_full
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 5
+PENDING, UNDER_WAY = "pending.bin", "under_way.bin"
 
 
 @dataclass(kw_only=True)
@@ -44,7 +47,9 @@ class TrainState:
     counters: dict[str, int] = field(default_factory=dict)
     """Totals of the run (optimizer steps, dropped samples)."""
     plan: dict[str, Any] = field(default_factory=dict)
-    """Summary of the run's plan, its KV exponents among them; a deployment rounds with the same ones."""
+    """Summary of the run's plan, its static exponents among them; a deployment rounds with the same ones."""
+    gate: dict[str, Any] = field(default_factory=dict)
+    """State of the noise gate (`guidance.gate`); empty without one, or before its first measurement."""
 
 
 def save(
@@ -54,16 +59,24 @@ def save(
     model: Any,
     tokenizer: Any,
     optimizer: dict[str, Tensor],
-    pending: bytes,
+    rollouts: Mapping[str, bytes],
 ) -> Path:
     """Write one checkpoint; on failure nothing of it remains and earlier ones are untouched.
+
+    Args:
+        parent: directory of the run's checkpoints.
+        state: goes into state.json.
+        model, tokenizer: saved as they are.
+        optimizer: its tensors by name.
+        rollouts: what `load_rollouts` gives back: content of PENDING and UNDER_WAY.
 
     Raises:
         ConfigError: the disk is full or the path not writable, with path and bytes needed.
     """
     target = parent / f"step_{state.step:06d}"
     temporary = parent / f".{target.name}.tmp"
-    num_bytes = sum(t.numel() * t.element_size() for t in optimizer.values()) + len(pending)
+    num_bytes = sum(t.numel() * t.element_size() for t in optimizer.values())
+    num_bytes += sum(map(len, rollouts.values()))
     num_bytes += sum(2 * p.numel() for p in model.parameters())
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -72,7 +85,8 @@ def save(
         save_file(
             {key: value.contiguous() for key, value in optimizer.items()}, temporary / "optimizer.safetensors"
         )
-        (temporary / "pending.bin").write_bytes(pending)
+        for name, content in rollouts.items():
+            (temporary / name).write_bytes(content)
         (temporary / "rng.json").write_text(json.dumps(_rng_state()), encoding="ascii")
         _seal(temporary, state)
         shutil.rmtree(target, ignore_errors=True)
@@ -134,9 +148,9 @@ def load_optimizer(path: Path) -> dict[str, Tensor]:
     return load_file(path / "optimizer.safetensors")
 
 
-def load_pending(path: Path) -> bytes:
-    """Read the samples generated ahead of training, as `save` was given them."""
-    return (path / "pending.bin").read_bytes()
+def load_rollouts(path: Path) -> dict[str, bytes]:
+    """Read the samples generated ahead of training and the groups under way, as `save` was given them."""
+    return {name: (path / name).read_bytes() for name in (PENDING, UNDER_WAY)}
 
 
 def restore_rng(path: Path) -> None:

@@ -50,9 +50,23 @@ class TaskConfig:
     reward_timeout_s: float = 10.0
     """Wall-clock limit of one reward call, in seconds."""
     reward_on_error: Literal["zero", "raise"] = "zero"
-    """What a reward that raises or times out becomes: reward 0 (counted), or the end of the run."""
+    """What a reward or an environment that raises or times out becomes: reward 0 (counted), or the end of the run."""
     reward_isolation: Literal["timer", "process"] = "timer"
     """How the limit is enforced: `timer` interrupts Python code; `process` kills a worker, whatever it runs."""
+    environment: str = ""
+    """What answers the policy between its turns: `calculator`, or a factory `package.module:factory`; empty: nothing,
+    completions have one turn. rollout.max_tokens then limits a whole trajectory, the environment's tokens included."""
+    environment_options: Mapping[str, object] = field(default_factory=dict)
+    """Keywords of the environment's factory."""
+    environment_timeout_s: float = 10.0
+    """Wall-clock limit of one call of the environment, in seconds."""
+    environment_workers: int = 0
+    """Threads that call environments while the engine goes on; 0: they are called between engine steps, in a fixed
+    order, which a run needs that is to end in the same bytes every time."""
+    max_turns: int = 8
+    """Most turns of the policy in one trajectory; used with an environment."""
+    turn_tokens: int = 0
+    """Longest turn, in sampled tokens; 0: no limit beyond rollout.max_tokens."""
 
     def __post_init__(self) -> None:
         _require(
@@ -62,6 +76,17 @@ class TaskConfig:
         _require(self.reward_timeout_s > 0, "task.reward_timeout_s", self.reward_timeout_s, "above 0 seconds")
         known = self.reward in ("task", "math_verify") or self.reward.count(":") == 1
         _require(known, "task.reward", self.reward, "'task', 'math_verify' or 'package.module:function'")
+        self._check_environment()
+
+    def _check_environment(self) -> None:
+        known = self.environment in ("", "calculator") or self.environment.count(":") == 1
+        allowed = "'calculator', 'package.module:factory' or nothing"
+        _require(known, "task.environment", self.environment, allowed)
+        limit = self.environment_timeout_s
+        _require(limit > 0, "task.environment_timeout_s", limit, "above 0 seconds")
+        _require(self.max_turns >= 1, "task.max_turns", self.max_turns, "1 or more")
+        for name in ("environment_workers", "turn_tokens"):
+            _require(getattr(self, name) >= 0, f"task.{name}", getattr(self, name), "0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +99,9 @@ class RolloutConfig:
     """Completions per prompt (R), the GRPO group."""
     max_tokens: int = 64
     """Longest completion, in tokens."""
+    partial_groups: int = 0
+    """Prompts under way beyond num_prompts (partial rollouts): a step trains as soon as num_prompts groups are
+    complete; what is unfinished then goes on under the new weights. 0: every step waits for its longest completion."""
     temperature: float | None = None
     """Sampling temperature, above 0; absent: the checkpoint's generation config decides (1 if it is silent)."""
     top_p: float | None = None
@@ -88,6 +116,14 @@ class RolloutConfig:
     """Sequences that run at once."""
     max_tokens_per_step: int = 2048
     """Most tokens in one engine step, prefill and decode together."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; the tokens of the text are part of it, so that the policy learns to write them."""
+    prefix_cache: bool = False
+    """Keep the pages of finished sequences, with their records, for prompts that begin alike. Every weight update
+    clears them, and the samples of one prompt share its pages anyway: it pays with several turns or long system
+    prompts."""
+    max_swapped_pages: int | None = None
+    """Most KV pages that may wait in host memory; pages beyond come back from recorded codes. Absent: no limit."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -99,6 +135,9 @@ class RolloutConfig:
             "max_batch",
         ):
             _require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "1 or more")
+        surplus = self.partial_groups
+        allowed = f"0 (off) to rollout.num_prompts ({self.num_prompts}), or steps could not train what is due"
+        _require(0 <= surplus <= self.num_prompts, "rollout.partial_groups", surplus, allowed)
         if self.temperature is not None:
             _require(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
         if self.top_p is not None:
@@ -111,6 +150,10 @@ class RolloutConfig:
             self.max_tokens_per_step,
             f"at least rollout.max_batch ({self.max_batch})",
         )
+        _require(all(self.stop), "rollout.stop", self.stop, "texts that are not empty")
+        if self.max_swapped_pages is not None:
+            limit = self.max_swapped_pages
+            _require(limit >= 0, "rollout.max_swapped_pages", limit, "0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,18 +173,22 @@ class TrainConfig:
     grad_clip: float = 1.0
     """Largest gradient norm; 0 switches clipping off."""
     micro_batch_tokens: int = 4096
-    """Most tokens, padding included, in one forward pass of the trainer."""
+    """Most tokens in one forward pass of the trainer, padding included unless samples are packed."""
     optimizer_steps_per_rollout: int = 1
     """Optimizer steps that one rollout's samples are split over."""
     rollout_ahead: int = 0
     """Rollouts that are sampled ahead of training: 0 trains on fresh samples, n on samples n versions old. The
     last n rollouts of a run are not trained on."""
     max_version_diff: int = 3
-    """Largest lag, in weight versions, of a sample that is still used; older ones are dropped and counted."""
+    """Largest lag, in weight versions, of a sample that is still used; older ones are dropped and counted. A sample is
+    as old as its oldest position. With rollout.partial_groups a step waits for those that could not be used later."""
     seed: int = 0
     """Seed of everything that the run draws."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    packing: bool = False
+    """Put the samples of a micro-batch into one row without padding; results are those of padded rows."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """`full`: keep one activation per decoder layer and recompute the rest in the backward pass, under the same
+    guidance; `none` keeps all."""
     truncated: Literal["mask", "penalize", "train"] = "mask"
     """Completions that ran into max_tokens: left out of the loss, given reward 0, or trained as they are."""
     transmission_every: int = 25
@@ -152,6 +199,9 @@ class TrainConfig:
     """Steps between measurements of how many codes differ from the rollout's, by site and layer; 0 never."""
     agreement_samples: int = 8
     """Samples of the step that such a measurement scores: one extra pass over them, with their full records."""
+    saturation_alarm: float = 0.01
+    """Share of a site's blocks above the largest scale from which on a run warns, because values have outgrown a static
+    exponent; 1 never warns."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "micro_batch_tokens", "optimizer_steps_per_rollout"):
@@ -162,6 +212,8 @@ class TrainConfig:
             every, samples = getattr(self, f"{name}_every"), getattr(self, f"{name}_samples")
             _require(every >= 0, f"train.{name}_every", every, "0 (never) or more")
             _require(samples >= 1, f"train.{name}_samples", samples, "1 or more")
+        limit = self.saturation_alarm
+        _require(0 <= limit <= 1, "train.saturation_alarm", limit, "0 to 1")
         _require(self.lr > 0, "train.lr", self.lr, "above 0")
         _require(
             all(0 <= beta < 1 for beta in self.betas), "train.betas", self.betas, "two numbers in [0, 1)"
@@ -202,10 +254,6 @@ class RunSettings:
     """Steps between checkpoints; 0 writes only the last one."""
     keep_last: int = 2
     """Checkpoints that are kept."""
-    save_records: bool = False
-    """Keep the guidance records of the latest rollouts in the run directory, in the plan's codec."""
-    keep_records: int = 4
-    """Rollouts whose records are kept; older ones are deleted, so the disk they take is bounded."""
     tensorboard: bool = False
     """Also write metrics for TensorBoard (needs the `tensorboard` extra)."""
     wandb: bool = False
@@ -220,9 +268,40 @@ class RunSettings:
     def __post_init__(self) -> None:
         _require(bool(self.dir), "run.dir", self.dir, "a directory name")
         _require(self.keep_last >= 1, "run.keep_last", self.keep_last, "1 or more")
-        _require(self.keep_records >= 1, "run.keep_records", self.keep_records, "1 or more")
         for name in ("checkpoint_every", "eval_every", "eval_items"):
             _require(getattr(self, name) >= 0, f"run.{name}", getattr(self, name), "0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordsConfig:
+    """`[records]`: where guidance records are between rollout and training, and for how long they stay."""
+
+    store: str = "memory"
+    """`memory`: with the samples, in this process; `directory`: records/ in the run directory; `shared`: shared memory
+    of this host; or the address of a `tracefp4 store serve`, such as `tcp://10.0.0.5:5555`."""
+    key: str = ""
+    """Key file of the server at that address, as `tracefp4 store key` wrote it; empty: the server has none."""
+    when_full: Literal["wait", "drop_trajectory"] = "wait"
+    """What happens when the store cannot keep up: the rollout waits, or whole trajectories lose their guidance
+    (their positions round to nearest, counted)."""
+    max_queue_mb: float = 256.0
+    """Records that wait to be written, at most, in MiB."""
+    keep_versions: int = 4
+    """Weight versions whose records are kept; older ones are removed, so the space they take is bounded."""
+    capacity_mb: float = 1024.0
+    """Size of the shared memory, in MiB."""
+
+    def __post_init__(self) -> None:
+        has_server = self.store.startswith(("tcp://", "ipc://"))
+        known = self.store in ("memory", "directory", "shared") or has_server
+        allowed = "'memory', 'directory', 'shared', or an address such as 'tcp://host:5555'"
+        _require(known, "records.store", self.store, allowed)
+        _require(
+            has_server or not self.key, "records.key", self.key, "empty, unless records.store is an address"
+        )
+        _require(self.keep_versions >= 1, "records.keep_versions", self.keep_versions, "1 or more")
+        for name in ("max_queue_mb", "capacity_mb"):
+            _require(getattr(self, name) > 0, f"records.{name}", getattr(self, name), "above 0 MiB")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,6 +320,8 @@ class RunConfig:
     """Optimizer."""
     loss: LossConfig = field(default_factory=LossConfig)
     """Loss."""
+    records: RecordsConfig = field(default_factory=RecordsConfig)
+    """Store of guidance records."""
     run: RunSettings = field(default_factory=RunSettings)
     """Output."""
 
@@ -252,6 +333,12 @@ class RunConfig:
             rules.guidance,
             'only "none" with quantization.mode = "bf16", which records nothing',
         )
+        _require(
+            rules.gate != "noise" or rules.guidance != "none",
+            "quantization.gate",
+            rules.gate,
+            '"auto" or "none" with quantization.guidance = "none", which leaves nothing to gate',
+        )
         samples = self.rollout.num_prompts * self.rollout.samples_per_prompt
         _require(
             samples >= self.train.optimizer_steps_per_rollout,
@@ -259,3 +346,21 @@ class RunConfig:
             self.train.optimizer_steps_per_rollout,
             f"at most the {samples} samples of one rollout",
         )
+        oldest = self.train.rollout_ahead + 1
+        _require(
+            self.records.store == "memory" or self.records.keep_versions >= oldest,
+            "records.keep_versions",
+            self.records.keep_versions,
+            f"at least {oldest} with train.rollout_ahead = {self.train.rollout_ahead}, or they leave too early",
+        )
+        if self.rollout.partial_groups:
+            self._check_partial()
+
+    def _check_partial(self) -> None:
+        """Refuse what partial rollouts cannot do."""
+        environment = self.task.environment
+        allowed = "none with rollout.partial_groups above 0: an episode's state is in no checkpoint"
+        _require(not environment, "task.environment", environment, allowed)
+        lag, ahead = self.train.max_version_diff, self.train.rollout_ahead
+        allowed = f"above train.rollout_ahead ({ahead}) with rollout.partial_groups, or nothing can go on"
+        _require(lag > ahead, "train.max_version_diff", lag, allowed)

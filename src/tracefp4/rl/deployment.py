@@ -1,11 +1,12 @@
 """A checkpoint as it would be deployed: BF16, or FP4 rounded to nearest, with its own sampling defaults.
 
 There is no guidance here and nothing is recorded. A checkpoint that a run wrote names the run's rules (which
-layers are FP4, under which schemes) and its KV exponents, and is rounded as they say; any other one follows the
-default rules and is calibrated, on prompts of the task or on a fixed text.
+layers are FP4, under which schemes) and its static exponents, and is rounded as they say. An FP4 checkpoint holds the
+bytes of its weights and says how inputs are rounded, and K and V where a run trained it; the engine computes with
+exactly these. Any other one follows the default rules and is calibrated, on prompts of the task or on a fixed text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from tracefp4.formats.arithmetic import EMULATED
 from tracefp4.patching import Plan, PlanRules, apply
 from tracefp4.rl import checkpoint
 from tracefp4.rl.config import RolloutConfig, RunConfig
-from tracefp4.rl.evaluation import Evaluation, evaluate
+from tracefp4.rl.evaluation import Evaluation, evaluate_task
 from tracefp4.rl.opening import CALIBRATION_PROMPTS
 from tracefp4.rl.planning import calibrated_plan, remembered_plan, rules_of
 from tracefp4.rl.policy import Policy, load_policy
-from tracefp4.rl.prompts import build_held_out, build_scorer, build_source, encode
-from tracefp4.rl.sync import build_engine
+from tracefp4.rl.prompts import build_held_out, build_source, encode
+from tracefp4.rl.stored import StoredPolicy, is_fp4_checkpoint, load_stored, stored_plan, stored_rules
+from tracefp4.rl.sync import EngineOptions, build_engine, reader
 from tracefp4.rl.tasks import Task, encode_prompt
 from tracefp4.rl.update import EVALUATION_SEED
 from tracefp4.rollout import SamplingParams
@@ -44,6 +46,10 @@ class Deployed:
     """What is FP4; guides nothing."""
     params: SamplingParams
     """The checkpoint's own sampling defaults."""
+    weights: Any
+    """What an engine is built on: the model, or the stored bytes of an FP4 checkpoint."""
+    cache: str
+    """One line on K and V: their schemes, and whether exponents are the run's or calibrated here."""
 
 
 def load_deployed(path: str | Path, *, mode: str = "fp4") -> Deployed:
@@ -51,54 +57,66 @@ def load_deployed(path: str | Path, *, mode: str = "fp4") -> Deployed:
 
     Args:
         path: a local Hugging Face checkpoint of a supported family. One that a run wrote is quantized by the
-            run's own rules.
+            run's own rules; an FP4 checkpoint is taken as it is stored.
         mode: `fp4` (rounded to nearest) or `bf16`.
 
     Raises:
         ConfigError: a checkpoint that cannot be used, or an unknown mode.
     """
     default = PlanRules(mode=mode, guidance="none")
-    policy = load_policy(path)
+    source = _load(path)
+    policy = source if isinstance(source, Policy) else source.policy
     summary = _summary(policy)
     rules = default if not summary else replace(rules_of(summary), mode=mode, guidance="none")
+    if isinstance(source, StoredPolicy):
+        rules = stored_rules(source, default)
     texts = [policy.tokenizer.encode(text) for text in CALIBRATION_TEXTS]
-    return _deployed(policy, rules, calibration=texts)
+    return _deployed(source, rules, calibration=texts)
 
 
-def evaluate_checkpoint(config: RunConfig, *, num_items: int, samples: int = 1) -> Evaluation:
+def evaluate_checkpoint(
+    config: RunConfig, *, num_items: int, samples: int = 1, tell: Callable[[str], None] | None = None
+) -> Evaluation:
     """Evaluate `model.path` of a recipe on held-out items of its task.
 
     Args:
         config: model, task, engine sizes and what is quantized; guidance is ignored. For a checkpoint of an FP4
-            run, the recipe must quantize what the run quantized, or nothing.
+            run, the recipe must quantize what the run quantized, or nothing. Of an FP4 checkpoint, weights and inputs
+            are rounded as it says, and only what the recipe says of the KV cache is used: one that a run exported
+            must be given the run's rules of the cache, or none.
         num_items: held-out items.
         samples: 1 samples at `run.eval_temperature` (0, greedy, unless the recipe says otherwise); more draw
             with temperature, top-p and top-k of the recipe or of the checkpoint, and give pass@k.
+        tell: told `Deployed.cache` before the items are sampled.
 
     Raises:
         ConfigError: a checkpoint, task or size that cannot be used; rules that are not those of the run which
             wrote the checkpoint.
     """
     source = build_held_out(config.task)  # the items that a run of this recipe evaluates on
-    policy = load_policy(config.model.path)
+    loaded = _load(config.model.path)
+    policy = loaded if isinstance(loaded, Policy) else loaded.policy
     training = build_source(config.task)
     prompts = [encode(training.item(i), tokenizer=policy.tokenizer) for i in range(CALIBRATION_PROMPTS)]
-    deployed = _deployed(policy, replace(config.quantization, guidance="none"), calibration=prompts)
+    deployed = _deployed(loaded, replace(config.quantization, guidance="none"), calibration=prompts)
+    if tell is not None:
+        tell(deployed.cache)
     engine = build_engine(
-        policy.model, deployed.plan, arithmetic=EMULATED, rollout=config.rollout, records=False
+        deployed.weights,
+        deployed.plan,
+        arithmetic=EMULATED,
+        rollout=config.rollout,
+        records=False,
+        options=EngineOptions(decode=reader(policy.tokenizer)),
     )
-    scorer = build_scorer(config.task)
-    try:
-        return evaluate(
-            engine,
-            tokenizer=policy.tokenizer,
-            source=source,
-            scorer=scorer,
-            params=_evaluation_params(config, deployed.params, samples=samples),
-            num_items=num_items,
-        )
-    finally:
-        scorer.close()
+    return evaluate_task(
+        config.task,
+        engine,
+        tokenizer=policy.tokenizer,
+        source=source,
+        params=_evaluation_params(config, deployed.params, samples=samples),
+        num_items=num_items,
+    )
 
 
 def generate_text(
@@ -126,7 +144,7 @@ def generate_text(
         for i, text in enumerate(prompts)
     ]
     engine = build_engine(
-        deployed.policy.model,
+        deployed.weights,
         deployed.plan,
         arithmetic=EMULATED,
         rollout=_sizes(ids, params),
@@ -138,9 +156,20 @@ def generate_text(
     ]
 
 
-def _deployed(policy: Policy, rules: PlanRules, *, calibration: Sequence[Sequence[int]]) -> Deployed:
-    made = _plan(policy, rules, calibration)
-    apply(policy.model, made, arithmetic=EMULATED)
+def _load(path: str | Path) -> Policy | StoredPolicy:
+    return load_stored(path) if is_fp4_checkpoint(path) else load_policy(path)
+
+
+def _deployed(
+    source: Policy | StoredPolicy, rules: PlanRules, *, calibration: Sequence[Sequence[int]]
+) -> Deployed:
+    if isinstance(source, StoredPolicy):
+        policy, made, weights = source.policy, stored_plan(source, rules, prompts=calibration), source
+        is_known = source.stored.cache is not None
+    else:
+        policy, made, weights = source, _plan(source, rules, calibration), source.model
+        is_known = _is_fp4_run(_summary(policy))
+        apply(policy.model, made, arithmetic=EMULATED)
     defaults = policy.defaults
     params = SamplingParams(
         max_tokens=MAX_TOKENS,
@@ -149,15 +178,25 @@ def _deployed(policy: Policy, rules: PlanRules, *, calibration: Sequence[Sequenc
         top_k=defaults.top_k,
         stop_token_ids=defaults.stop_token_ids,
     )
-    return Deployed(policy=policy, plan=made, params=params)
+    cache = _cache_line(made, "of the run" if is_known else f"calibrated on {len(calibration)} prompts")
+    return Deployed(policy=policy, plan=made, params=params, weights=weights, cache=cache)
+
+
+def _cache_line(made: Plan, origin: str) -> str:
+    schemes = {layer.kv.name for layer in made.layers if layer.kv is not None}
+    return f"K and V: {', '.join(schemes)}, exponents {origin}" if schemes else "K and V: bf16"
 
 
 def _plan(policy: Policy, rules: PlanRules, calibration: Sequence[Sequence[int]]) -> Plan:
     """Round as the run that wrote this checkpoint did, or calibrate."""
     summary = _summary(policy)
-    if rules.mode == "fp4" and summary and rules_of(summary).mode == "fp4":
-        return remembered_plan(policy, rules, summary=summary)
+    if rules.mode == "fp4" and _is_fp4_run(summary):
+        return remembered_plan(policy.model, rules, summary=summary)
     return calibrated_plan(policy, rules, prompts=calibration, arithmetic=EMULATED)
+
+
+def _is_fp4_run(summary: dict[str, Any]) -> bool:
+    return bool(summary) and rules_of(summary).mode == "fp4"
 
 
 def _summary(policy: Policy) -> dict[str, Any]:

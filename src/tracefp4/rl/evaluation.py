@@ -1,15 +1,18 @@
 """Held-out accuracy of a policy as it would be deployed: rounding to nearest, no guidance."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tracefp4.errors import ConfigError
-from tracefp4.rl.prompts import encode
+from tracefp4.rl.config import TaskConfig
+from tracefp4.rl.episodes import build_episodes
+from tracefp4.rl.prompts import build_scorer, encode
 from tracefp4.rl.rewards import Scorer
 from tracefp4.rl.tasks import Task, TaskSource
-from tracefp4.rollout import Completion, Engine, SamplingParams
+from tracefp4.rl.trajectories import Played
+from tracefp4.rollout import Completion, Engine, LocalEngine, SamplingParams
 
 # a completion is right when its reward is at least this
 CORRECT_AT = 1.0
@@ -28,7 +31,7 @@ class Evaluation:
     num_items: int
     """Items scored."""
     mean_tokens: float
-    """Mean length of a completion."""
+    """Mean length of a completion in sampled tokens."""
     outcomes: dict[str, int]
     """How often each verifier outcome occurred."""
 
@@ -55,28 +58,77 @@ def evaluate(
     Raises:
         ConfigError: num_items below 1, or more items than the source has.
     """
+    tasks = _items(source, num_items)
+    prompts = [encode(task, tokenizer=tokenizer) for task in tasks]
+    results = [
+        [
+            Played(completion=c, reward=score_completion(c, task, tokenizer=tokenizer, scorer=scorer))
+            for c in group
+        ]
+        for task, group in zip(tasks, engine.generate(prompts, params), strict=True)
+    ]
+    return _evaluation(results, outcomes=scorer.counts)
+
+
+def evaluate_task(
+    task: TaskConfig,
+    engine: LocalEngine,
+    *,
+    tokenizer: Any,
+    source: TaskSource,
+    params: SamplingParams,
+    num_items: int,
+) -> Evaluation:
+    """Evaluate as a recipe's [task] table says: with its verifier, and with its environment if it names one.
+
+    Args:
+        task: the table.
+        engine: rounds to nearest, as deployed; with an environment that has stop texts it needs `decode`.
+        tokenizer, source, params, num_items: as for `evaluate`.
+
+    Raises:
+        ConfigError: as `evaluate` and `build_environment`.
+        RecordError: a verifier or an environment that fails where the table says "raise".
+    """
+    scorer = build_scorer(task)
+    try:
+        episodes = build_episodes(task, engine=engine, tokenizer=tokenizer, scorer=scorer)
+        if episodes is not None:
+            results = episodes.play(_items(source, num_items), params)
+            return _evaluation(results, outcomes=scorer.counts)
+        return evaluate(
+            engine,
+            tokenizer=tokenizer,
+            source=source,
+            scorer=scorer,
+            params=params,
+            num_items=num_items,
+        )
+    finally:
+        scorer.close()
+
+
+def _items(source: TaskSource, num_items: int) -> list[Task]:
     if num_items < 1:
         raise ConfigError(
             f"evaluate needs at least 1 item; got {num_items}. Ask for some, or skip evaluation."
         )
-    tasks = [source.item(i) for i in range(num_items)]
-    prompts = [encode(task, tokenizer=tokenizer) for task in tasks]
-    results = engine.generate(prompts, params)
-    right = [
-        sum(score_completion(c, task, tokenizer=tokenizer, scorer=scorer) >= CORRECT_AT for c in group)
-        for task, group in zip(tasks, results, strict=True)
-    ]
-    shares = [count / params.n for count in right]
-    lengths = [len(c.token_ids) for group in results for c in group]
+    return [source.item(i) for i in range(num_items)]
+
+
+def _evaluation(results: Sequence[Sequence[Played]], *, outcomes: Mapping[str, int]) -> Evaluation:
+    """Accuracy of [items][samples]."""
+    num_items, n = len(results), len(results[0])
+    right = [sum(played.reward >= CORRECT_AT for played in group) for group in results]
+    shares = [count / n for count in right]
+    lengths = [sum(played.completion.sampled_flags) for group in results for played in group]
     return Evaluation(
         accuracy=math.fsum(shares) / num_items,
         standard_error=standard_error(shares),
-        pass_at_k={
-            k: math.fsum(pass_at_k(params.n, c, k) for c in right) / num_items for k in _powers(params.n)
-        },
+        pass_at_k={k: math.fsum(pass_at_k(n, c, k) for c in right) / num_items for k in _powers(n)},
         num_items=num_items,
         mean_tokens=sum(lengths) / len(lengths),
-        outcomes=dict(scorer.counts),
+        outcomes=dict(outcomes),
     )
 
 

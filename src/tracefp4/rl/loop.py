@@ -1,8 +1,8 @@
 """GRPO on one page: sample, score, update, publish; a killed run continues where its last checkpoint stands.
 
 Everything random is a function of (seed, step): prompts by index, draws by (seed, prompt, sample, position). So
-the state of a run is the optimizer, the prompt cursor, the weight version and the rollouts made ahead of
-training; with those restored, a resumed run ends in the same bytes as an uninterrupted one (on a CPU).
+the state of a run is the optimizer, the prompt cursor, the weight version, the rollouts made ahead of training and
+the groups under way; with those restored, a resumed run ends in the same bytes as an uninterrupted one (on a CPU).
 """
 
 import signal
@@ -15,7 +15,8 @@ from typing import Any
 from tracefp4.diagnostics.agreement import agreement_metrics
 from tracefp4.rl.advantages import AdvantageConfig
 from tracefp4.rl.config import RunConfig
-from tracefp4.rl.evaluation import Evaluation, evaluate
+from tracefp4.rl.episodes import build_episodes
+from tracefp4.rl.evaluation import Evaluation, evaluate, evaluate_task
 from tracefp4.rl.metrics import MetricWriter, OnStep
 from tracefp4.rl.opening import open_run
 from tracefp4.rl.prompts import build_scorer
@@ -23,7 +24,7 @@ from tracefp4.rl.rollouts import RolloutMaker
 from tracefp4.rl.run import Run, evaluated_on
 from tracefp4.rl.rundir import RunDirectory
 from tracefp4.rl.samples import TrainingSample
-from tracefp4.rl.sync import build_engine, publish
+from tracefp4.rl.sync import EngineOptions, build_engine, publish, reader
 from tracefp4.rl.transmission import TransmissionProbe
 from tracefp4.rl.update import Updater, evaluation_params, sampling_params
 from tracefp4.rollout import SamplingParams
@@ -31,13 +32,20 @@ from tracefp4.rollout import SamplingParams
 __all__ = ["build_engine", "evaluate", "evaluate_run", "train"]
 
 
-def train(config: RunConfig, *, resume: bool = False, on_step: OnStep | None = None) -> dict[str, Any]:
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    on_step: OnStep | None = None,
+    on_event: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
     """Run a recipe to its end, or continue one.
 
     Args:
         config: the resolved recipe.
         resume: continue the run in `run.dir` from its last whole checkpoint (from the start if it has none).
         on_step: called with each step's metrics.
+        on_event: called with one line of text for what takes seconds before the first step.
 
     Returns:
         The final manifest: weights hash, accuracies before and after, counters.
@@ -49,7 +57,8 @@ def train(config: RunConfig, *, resume: bool = False, on_step: OnStep | None = N
             not wait.
     """
     directory = RunDirectory(config.run.dir, resume=resume)
-    run = open_run(config, directory, resume=resume)
+    with directory.removed_if_refused():
+        run = open_run(config, directory, resume=resume, on_event=on_event)
     writer = MetricWriter(config, directory, on_step=on_step, first_step=run.step)
     maker = _maker(run)
     try:
@@ -57,10 +66,13 @@ def train(config: RunConfig, *, resume: bool = False, on_step: OnStep | None = N
             _steps(run, maker, writer, interrupted)
             if config.run.eval_items:
                 _evaluate_once(run)
-            run.note({"final": run.result()})
+            dropped = {} if run.records is None else run.records.dropped()
+            run.note({"final": run.result()} | ({"records_dropped": dropped} if dropped else {}))
     finally:
         maker.scorer.close()
         writer.close()
+        if run.records is not None:
+            run.records.close()
     return run.manifest()
 
 
@@ -89,9 +101,11 @@ def _step(
     run: Run, maker: RolloutMaker, updater: Updater, params: Callable[[int], SamplingParams]
 ) -> dict[str, Any]:
     """Sample with the engine's weights, then train on the oldest pending rollout."""
-    tasks = run.stream.take(run.config.rollout.num_prompts)
+    partial = run.partial
+    tasks = run.stream.take(run.config.rollout.num_prompts if partial is None else partial.num_missing)
     settings = run.config.train
-    is_measured = settings.agreement_every > 0 and run.step % settings.agreement_every == 0
+    is_due = settings.agreement_every > 0 and run.step % settings.agreement_every == 0
+    is_measured = is_due or run.gating.needs_measurement
     rollout = maker.make(
         tasks,
         params(run.step),
@@ -101,33 +115,41 @@ def _step(
     metrics: dict[str, Any] = {"step": run.step, **rollout.metrics}
     if rollout.references:
         metrics |= _agreement(run, rollout.references)
+    samples = rollout.samples
     if run.records is not None:
-        metrics |= run.records.put(run.step, rollout.samples)
-    run.pending.append(rollout.samples)
+        samples, found = run.records.put(samples, weight_version=run.engine.weight_version)
+        metrics |= found
+    run.pending.append(samples)
     if len(run.pending) > settings.rollout_ahead:
         metrics |= _train_on(run, updater, run.pending.popleft())
     return metrics | {"weight_version": run.engine.weight_version, **run.counters}
 
 
 def _agreement(run: Run, samples: list[TrainingSample]) -> dict[str, float]:
-    """Compare the trainer's codes and experts with those of the engine, which holds the same weights here."""
+    """Compare the trainer's codes and experts with those of the engine, which holds the same weights here, and
+    refresh the noise gate."""
     scored = run.trainer.score(samples, measure=True)
-    return agreement_metrics(scored.agreement, routing=scored.routing)
+    return agreement_metrics(scored.agreement, routing=scored.routing) | run.gating.observe(scored)
 
 
 def _train_on(run: Run, updater: Updater, samples: list[TrainingSample]) -> dict[str, Any]:
     """Drop what is too old, update, and publish the new weights under the next version."""
     settings, version = run.config.train, run.engine.weight_version
+    if run.records is not None:
+        samples = run.records.settled(samples)
     fresh = [sample for sample in samples if sample.version_lag(version) <= settings.max_version_diff]
     run.counters["samples_dropped"] += len(samples) - len(fresh)
     probe = None
     if fresh and settings.transmission_every and run.step % settings.transmission_every == 0:
-        probe = TransmissionProbe(run.trainer, fresh, num_samples=settings.transmission_samples)
+        probe = TransmissionProbe(
+            run.trainer, fresh, num_samples=settings.transmission_samples, version=version
+        )
     metrics = updater.update(fresh, optimizer_step=run.counters["optimizer_steps"], version=version)
     run.counters["optimizer_steps"] += updater.steps_taken
     if updater.steps_taken:
         publish(run.applied.model, run.engine, version=version + 1)
-    return metrics | (probe.finish() if probe is not None and updater.steps_taken else {})
+    metrics |= probe.finish() if probe is not None and updater.steps_taken else {}
+    return metrics | (run.trainer.fetcher.take_metrics() if run.trainer.fetcher is not None else {})
 
 
 def evaluate_run(run: Run) -> Evaluation:
@@ -140,19 +162,16 @@ def evaluate_run(run: Run) -> Evaluation:
         arithmetic=run.trainer.arithmetic,
         rollout=config.rollout,
         records=False,
+        options=EngineOptions(decode=reader(run.policy.tokenizer)),
     )
-    scorer = build_scorer(config.task)
-    try:
-        return evaluate(
-            engine,
-            tokenizer=run.policy.tokenizer,
-            source=run.held_out,
-            scorer=scorer,
-            params=evaluation_params(config, run.policy.defaults),
-            num_items=config.run.eval_items,
-        )
-    finally:
-        scorer.close()
+    return evaluate_task(
+        config.task,
+        engine,
+        tokenizer=run.policy.tokenizer,
+        source=run.held_out,
+        params=evaluation_params(config, run.policy.defaults),
+        num_items=config.run.eval_items,
+    )
 
 
 def _evaluate_once(run: Run) -> None:
@@ -170,14 +189,17 @@ def _is_evaluation_step(config: RunConfig, step: int) -> bool:
 
 
 def _maker(run: Run) -> RolloutMaker:
-    config = run.config
+    config, scorer, tokenizer = run.config, build_scorer(run.config.task), run.policy.tokenizer
     return RolloutMaker(
         engine=run.engine,
-        tokenizer=run.policy.tokenizer,
-        scorer=build_scorer(config.task),
+        tokenizer=tokenizer,
+        scorer=scorer,
         advantage=AdvantageConfig(normalize="std" if config.loss.advantage_std else "none"),
         truncated=config.train.truncated,
-        codec=config.quantization.guidance if run.applied.plan.guided_sites else "none",
+        codec=run.applied.plan.codecs or "none",
+        keeps_routing=run.applied.plan.rules.replay_routing,
+        episodes=build_episodes(config.task, engine=run.engine, tokenizer=tokenizer, scorer=scorer),
+        partial=run.partial,
     )
 
 

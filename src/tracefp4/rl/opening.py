@@ -5,9 +5,11 @@ and takes the plan's exponents from the manifest. Everything that can be refused
 checks first, before a token is sampled.
 """
 
+import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +17,56 @@ from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import EMULATED
 from tracefp4.patching import Plan, PlanRules, apply, plan
 from tracefp4.rl import checkpoint
-from tracefp4.rl.config import RunConfig
+from tracefp4.rl.alarms import SaturationAlarm
+from tracefp4.rl.config import RecordsConfig, RunConfig
+from tracefp4.rl.environments import build_environment
 from tracefp4.rl.optimizer import MasterWeightAdamW
-from tracefp4.rl.pending import samples_from_bytes
+from tracefp4.rl.partial import Group, PartialRollouts, check_restorable
+from tracefp4.rl.pending import groups_from_bytes, samples_from_bytes
 from tracefp4.rl.planning import calibrated_plan, remembered_plan
 from tracefp4.rl.policy import Policy, load_policy
-from tracefp4.rl.prompts import build_held_out, build_stream, encode
-from tracefp4.rl.records import RecordKeeper
-from tracefp4.rl.run import Run, config_digest, evaluated_on
+from tracefp4.rl.prompts import build_held_out, build_scorer, build_stream, encode
+from tracefp4.rl.rates import RateChoice, calibrate_rates
+from tracefp4.rl.records import Retention, RunRecords
+from tracefp4.rl.replies import first_prompt
+from tracefp4.rl.run import Run, changed_settings, config_digest, evaluated_on
 from tracefp4.rl.rundir import RunDirectory
-from tracefp4.rl.sync import build_engine
+from tracefp4.rl.same_tokens import SameTokens
+from tracefp4.rl.sync import EngineOptions, build_engine, reader
 from tracefp4.rl.tasks import TaskSource, TaskStream
 from tracefp4.rl.trainer import PolicyTrainer
 from tracefp4.rl.update import sampling_params
+from tracefp4.store.backends import open_directory, open_remote, open_shared
+from tracefp4.store.pending import WriterOptions
 
 CALIBRATION_PROMPTS = 32
+MIB = 1 << 20
 
 
-def open_run(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Run:
+def open_run(
+    config: RunConfig,
+    directory: RunDirectory,
+    *,
+    resume: bool,
+    on_event: Callable[[str], None] = lambda text: None,
+) -> Run:
     """Build a new run, or restore one from its last whole checkpoint (from its start if it has none).
+
+    Args:
+        config: the recipe.
+        directory: of the run.
+        resume: whether it goes on.
+        on_event: called with one line of text for what takes seconds.
 
     Raises:
         ConfigError: anything in recipe, checkpoint or task that cannot be used; resuming under settings that
             change the result.
     """
+    _check_key(config.records)
+    build_scorer(config.task).close()
     manifest = directory.read_json("manifest.json") if directory.is_begun else None
     if manifest is not None:
-        _check_digest(str(manifest["config_digest"]), config)
+        _check_settings(str(manifest["config_digest"]), directory.read_json("config.json"), config)
     held_out = build_held_out(config.task) if config.run.eval_items else None
     if manifest is not None and held_out is not None:
         _check_evaluations(manifest, evaluated_on(config, held_out))
@@ -49,7 +74,8 @@ def open_run(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Run
     state = None if found is None else checkpoint.load_state(found)
     policy = load_policy(config.model.path if found is None else found)
     stream = build_stream(config.task, reserved=config.run.eval_items)
-    trainer = _trainer(config, policy, _plan(config, policy, stream.source, manifest))
+    run_plan, choice = _plan(config, policy, stream.source, manifest, on_event)
+    trainer = _trainer(config, policy, run_plan)
     version = 0
     if found is not None and state is not None:
         _restore(trainer, stream, found, state)
@@ -66,30 +92,70 @@ def open_run(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Run
             arithmetic=trainer.arithmetic,
             rollout=config.rollout,
             records=trainer.plan.guided_sites,
-            weight_version=version,
+            options=EngineOptions(weight_version=version, decode=reader(policy.tokenizer)),
         ),
         stream=stream,
         held_out=held_out,
         reference=_reference(config, trainer),
     )
+    groups: list[Group] = []
     if found is not None and state is not None:
         run.step, run.counters = state.step, dict(state.counters)
-        run.pending = deque(samples_from_bytes(checkpoint.load_pending(found)))
+        run.gating.restore(state.gate)
+        rollouts = checkpoint.load_rollouts(found)
+        run.pending = deque(samples_from_bytes(rollouts[checkpoint.PENDING]))
+        groups = groups_from_bytes(rollouts[checkpoint.UNDER_WAY], task_of=stream.source.item)
+    run.partial = _partial(run, groups)
     if manifest is None:
-        run.begin()
+        run.begin({} if choice is None else {"rates": choice.summary()})
     if resume:
         checkpoint.discard_after(directory.checkpoints, found)
     directory.cut_metrics(first_step=run.step)
-    if config.run.save_records:
-        run.records = RecordKeeper(directory.records, keep_steps=config.run.keep_records, first_step=run.step)
+    run.records = _records(config, directory, first_step=run.step)
+    if run.records is not None:
+        trainer.fetcher = run.records.fetcher(trainer.plan)
     return run
+
+
+def _partial(run: Run, groups: list[Group]) -> PartialRollouts | None:
+    """What goes on over several steps; None where the recipe does not ask for it."""
+    if not run.config.rollout.partial_groups:
+        return None
+    tokenizer = run.policy.tokenizer
+    return PartialRollouts(
+        run.engine, config=run.config, encode=lambda task: encode(task, tokenizer=tokenizer), groups=groups
+    )
+
+
+def store_name(path: Path) -> str:
+    """Return the name that a run has in stores that it shares with other runs: 12 digits of its directory."""
+    return hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
+
+
+def _records(config: RunConfig, directory: RunDirectory, *, first_step: int) -> RunRecords | None:
+    """Open the store of the run's records; None where they stay with the samples."""
+    settings = config.records
+    if settings.store == "memory":
+        return None
+    options = WriterOptions(policy=settings.when_full, max_queue_bytes=int(settings.max_queue_mb * MIB))
+    # Runs share a server, and may share a host: their names begin with the run's own.
+    own, prefix = store_name(directory.path), ""
+    if settings.store == "directory":
+        store = open_directory(directory.records, options=options)
+    elif settings.store == "shared":
+        store = open_shared(own, capacity_bytes=int(settings.capacity_mb * MIB), options=options)
+    else:
+        prefix = f"{own}/"
+        store = open_remote(settings.store, options=options, key=Path(settings.key) if settings.key else None)
+    retention = Retention(keep_versions=settings.keep_versions, prefix=prefix)
+    return RunRecords(store, retention=retention, first_step=first_step)
 
 
 def _trainer(config: RunConfig, policy: Policy, run_plan: Plan) -> PolicyTrainer:
     """Patch the policy's model and put optimizer and scorer on it."""
     applied = apply(policy.model, run_plan, arithmetic=EMULATED)
-    if config.train.activation_checkpointing:
-        policy.model.gradient_checkpointing_enable()
+    if config.train.activation_checkpointing == "full":
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         policy.model.train()
     settings = config.train
     return PolicyTrainer(
@@ -98,19 +164,45 @@ def _trainer(config: RunConfig, policy: Policy, run_plan: Plan) -> PolicyTrainer
         pad_id=policy.pad_id,
         temperature=sampling_params(config, policy.defaults)(0).temperature,
         micro_batch_tokens=settings.micro_batch_tokens,
+        packing=settings.packing,
         optimizer=MasterWeightAdamW(
             policy.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         ),
+        alarm=SaturationAlarm(limit=settings.saturation_alarm),
     )
 
 
-def _plan(config: RunConfig, policy: Policy, source: TaskSource, manifest: dict[str, Any] | None) -> Plan:
-    """The plan of a new run, or that of the run which the manifest describes."""
+def _plan(
+    config: RunConfig,
+    policy: Policy,
+    source: TaskSource,
+    manifest: dict[str, Any] | None,
+    on_event: Callable[[str], None],
+) -> tuple[Plan, RateChoice | None]:
+    """The plan of a new run and how its codecs were chosen, or the plan of the run which the manifest describes."""
     if manifest is not None:
-        return remembered_plan(policy, config.quantization, summary=manifest["plan"])
-    prompts = [encode(source.item(i), tokenizer=policy.tokenizer) for i in range(CALIBRATION_PROMPTS)]
+        return remembered_plan(policy.model, config.quantization, summary=manifest["plan"]), None
+    environment = build_environment(config.task)
+    prompts = [
+        first_prompt(source.item(i), tokenizer=policy.tokenizer, environment=environment)
+        for i in range(CALIBRATION_PROMPTS)
+    ]
     _check_length(config, longest_prompt=max(map(len, prompts)))
-    return calibrated_plan(policy, config.quantization, prompts=prompts, arithmetic=EMULATED)
+    made = calibrated_plan(policy, config.quantization, prompts=prompts, arithmetic=EMULATED)
+    if config.rollout.partial_groups:
+        check_restorable(made)
+    if not made.needs_calibration:
+        return made, None
+    bed = SameTokens(
+        policy=policy,
+        arithmetic=EMULATED,
+        rollout=config.rollout,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+    )
+    choice = calibrate_rates(
+        bed, made, prompts, max_tokens=config.rollout.max_tokens, seed=config.train.seed, on_event=on_event
+    )
+    return made.with_codecs(choice.codecs), choice
 
 
 def _restore(trainer: PolicyTrainer, stream: TaskStream, found: Path, state: checkpoint.TrainState) -> None:
@@ -142,12 +234,28 @@ def _check_length(config: RunConfig, *, longest_prompt: int) -> None:
         )
 
 
-def _check_digest(started_with: str, config: RunConfig) -> None:
+def _check_key(settings: RecordsConfig) -> None:
+    """Refuse a key that cannot be read before anything is loaded; without pyzmq the store itself is refused later."""
+    if not settings.key or find_spec("zmq") is None:
+        return
+    from tracefp4.store.keys import read_key
+
+    try:
+        read_key(Path(settings.key))
+    except ConfigError as error:
+        raise ConfigError(f"records.key: {error}") from error
+
+
+def _check_settings(started_with: str, before: Mapping[str, Any], config: RunConfig) -> None:
+    """Refuse to resume under settings that change the result, and name those that differ."""
     if started_with != config_digest(config):
+        changes = changed_settings(before, config)
+        # Settings of the same values under another digest: a version that counts others.
+        found = "; ".join(changes) or f"config digest {started_with}, now {config_digest(config)}"
         raise ConfigError(
-            f"--resume: the run was started with other settings (config digest {started_with}, now "
-            f"{config_digest(config)}). Only train.steps, train.transmission_*, train.agreement_* "
-            "and [run] without run.eval_items may change; start a new run for the rest."
+            f"--resume: the run was started with other settings: {found}. Only train.steps, train.transmission_*, "
+            "train.agreement_*, train.saturation_alarm, [records] and [run] without run.eval_items may change; start a "
+            "new run for the rest."
         )
 
 

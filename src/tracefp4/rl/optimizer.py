@@ -2,7 +2,8 @@
 
 A bf16 trainer keeps its weights twice: masters in high precision, which accumulate updates far below bf16's
 resolution, and the bf16 copies that forward and backward use. On a CPU the copies are bf16 *values* in fp32
-storage. After every step copy := bf16(master), in place, which also invalidates the quantized experts.
+storage. After every step copy := bf16(master), in place, which also invalidates the quantized experts. Parameters may
+be sharded over ranks; the state is always that of whole parameters, so it may be loaded on another number of ranks.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import round_bf16
@@ -88,17 +90,24 @@ class MasterWeightAdamW:
             copy.copy_(round_bf16(master) if self.emulates_bf16 else master)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return masters and moments by name, for a checkpoint."""
+        """Return masters and moments by name, for a checkpoint.
+
+        Sharded ones are gathered: every rank must call, and gets what one process would have.
+        """
         tensors: dict[str, Tensor] = {}
         for name, master in zip(self.names, self.masters, strict=True):
-            tensors[f"master.{name}"] = master.detach()
+            tensors[f"master.{name}"] = _whole(master.detach())
             for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{key}.{name}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                tensors[f"{key}.{name}"] = (
+                    _whole(value) if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+                )
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state_tensors` returned; every master must be there, and no unknown name.
+        """Restore what `state_tensors` returned, on any number of ranks, each of which is given the whole tensors.
+
+        Every master must be there, and no unknown name.
 
         Raises:
             ConfigError: names are missing or unexpected (both are listed).
@@ -111,11 +120,29 @@ class MasterWeightAdamW:
                 f"unexpected {sorted(found - masters)[:5]}. Resume with the model that the run was started with."
             )
         for name, master in zip(self.names, self.masters, strict=True):
-            master.copy_(tensors[f"master.{name}"])
-            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]
-            if keys:
-                self.adamw.state[master] = {key: tensors[f"{key}.{name}"].clone() for key in keys}
+            master.copy_(_laid_out(tensors[f"master.{name}"], like=master))
+            moments = {
+                key: _laid_out(tensors[f"{key}.{name}"], like=master).clone()
+                for key in ("exp_avg", "exp_avg_sq")
+                if f"{key}.{name}" in tensors
+            }
+            if f"step.{name}" in tensors:
+                moments["step"] = tensors[f"step.{name}"].clone()
+            if moments:
+                self.adamw.state[master] = moments
         self._write_copies()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _laid_out(whole: Tensor, *, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank holds of `like`; the tensor itself where that is not sharded."""
+    if not isinstance(like, DTensor):
+        return whole
+    # no source rank: every rank cuts its own copy, and nothing travels
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _master_dtype(parameter: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Make a policy's plan, with the static outer scales of K and V: calibrated on real tokens, or as they were before.
+"""Make a policy's plan, with its static outer scales: calibrated on real tokens, or as they were before.
 
 Calibration belongs to a run's start. A resumed run and a deployed checkpoint take the exponents that the run
 wrote down: other ones would be another plan, whose records the trainer refuses.
@@ -9,17 +9,18 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import nn
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import Arithmetic
-from tracefp4.patching import Plan, PlanRules, apply, calibrate_kv, plan
+from tracefp4.patching import Plan, PlanRules, apply, calibrate, plan
 from tracefp4.rl.policy import Policy
 
 
 def calibrated_plan(
     policy: Policy, rules: PlanRules, *, prompts: Sequence[Sequence[int]], arithmetic: Arithmetic
 ) -> Plan:
-    """Return the plan of a policy, KV exponents calibrated on these prompts (unused when K and V stay bf16).
+    """Return the plan of a policy, static exponents (K, V, static activations) calibrated on these prompts.
 
     Args:
         policy: not patched; its parameters are rounded to bf16 values, as in `patching.apply`.
@@ -28,14 +29,17 @@ def calibrated_plan(
         arithmetic: of the calibrating pass.
     """
     made = plan(policy.model, rules)
-    if all(layer.kv is None for layer in made.layers):
+    if not made.static_exponents:
         return made
     longest = max(map(len, prompts))
-    input_ids = torch.tensor([[*ids, *[policy.pad_id] * (longest - len(ids))] for ids in prompts])
-    mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in prompts])
+    input_ids = torch.tensor(
+        [[*ids, *[policy.pad_id] * (longest - len(ids))] for ids in prompts], device="cpu"
+    )
+    mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in prompts], device="cpu")
     applied = apply(policy.model, made, arithmetic=arithmetic)
+    device = next(policy.model.parameters()).device
     try:
-        return calibrate_kv(policy.model, made, input_ids=input_ids, attention_mask=mask)
+        return calibrate(policy.model, made, input_ids=input_ids.to(device), attention_mask=mask.to(device))
     finally:
         applied.undo()
 
@@ -61,11 +65,11 @@ def rules_of(summary: Mapping[str, Any]) -> PlanRules:
     return PlanRules(**values)
 
 
-def remembered_plan(policy: Policy, rules: PlanRules, *, summary: Mapping[str, Any]) -> Plan:
-    """Return the plan of a policy with the KV exponents of an earlier plan of the same model.
+def remembered_plan(model: nn.Module, rules: PlanRules, *, summary: Mapping[str, Any]) -> Plan:
+    """Return the plan of a model with the static exponents of an earlier plan of it.
 
     Args:
-        policy: the model.
+        model: the policy's; its weights are not looked at.
         rules: the options of the plan. Those that decide what is FP4 must agree with the earlier plan's: its
             exponents say nothing about a layer that was bf16 there. Guidance may differ.
         summary: `Plan.summary()` of the earlier plan.
@@ -73,25 +77,38 @@ def remembered_plan(policy: Policy, rules: PlanRules, *, summary: Mapping[str, A
     Raises:
         ConfigError: the earlier plan has another number of layers, other schemes, or other FP4 layers.
     """
-    made = plan(policy.model, rules)
-    pairs = summary["kv_exponents"]
-    if len(pairs) != len(made.layers):
+    made = plan(model, rules)
+    num_layers = summary.get("num_layers")
+    if num_layers != len(made.layers):
         raise ConfigError(
-            f"The plan that was written down has {len(pairs)} layers, the model has {len(made.layers)}. "
+            f"The plan that was written down has {num_layers} layers, the model has {len(made.layers)}. "
             "Continue with the model that the run was started with."
+        )
+    earlier = plan(model, rules_of(summary))
+    if _fp4_parts(made) != _fp4_parts(earlier):
+        raise ConfigError(
+            f"The plan that was written down has FP4 in {_fp4_parts(earlier)}, these rules have it in "
+            f"{_fp4_parts(made)}. Use the quantization rules of the run (last_layers_bf16, exclude, kv)."
         )
     if made.scheme_digest != summary["scheme_digest"]:
         raise ConfigError(
             f"The plan that was written down has schemes {summary['scheme_digest']}, these rules have "
             f"{made.scheme_digest} (activation-weight-kv). Use the quantization rules of the run."
         )
-    earlier = plan(policy.model, rules_of(summary))
-    if _fp4_parts(made) != _fp4_parts(earlier):
+    written = summary["static_exponents"]
+    made = made.with_exponents(
+        {site: int(written[f"{site.layer}.{site.kind}"]) for site in made.static_exponents}
+    )
+    if not made.needs_calibration:
+        return made
+    chosen = summary.get("codecs") or {}
+    missing = [str(site) for site in made.guided_sites if f"{site.layer}.{site.kind}" not in chosen]
+    if missing:
         raise ConfigError(
-            f"The plan that was written down has FP4 in {_fp4_parts(earlier)}, these rules have it in "
-            f"{_fp4_parts(made)}. Use the quantization rules of the run (last_layers_bf16, exclude, kv)."
+            f'The plan that was written down has no codec for {missing[:3]}, which guidance = "auto" needs. Continue '
+            "with the guidance that the run was started with, or start a new run, which chooses codecs."
         )
-    return made.with_kv_exponents({layer: (int(k), int(v)) for layer, (k, v) in enumerate(pairs)})
+    return made.with_codecs({site: chosen[f"{site.layer}.{site.kind}"] for site in made.guided_sites})
 
 
 def _fp4_parts(made: Plan) -> list[str]:

@@ -49,7 +49,32 @@ def load_policy(path: str | Path) -> Policy:
     """Load model, tokenizer and generation defaults.
 
     Raises:
-        ConfigError: no such directory, no config.json, an unsupported architecture, no tokenizer, no weights.
+        ConfigError: no such directory, no config.json, an unsupported architecture, no tokenizer, no weights, or
+            weights that are FP4.
+    """
+    directory = checked_directory(path)
+    if "quantization_config" in json.loads((directory / "config.json").read_text(encoding="utf-8")):
+        raise ConfigError(
+            f"model.path: {directory} is a quantized checkpoint, which can be evaluated and sampled from, but not "
+            "trained. Give the checkpoint that it was made from, or decode it with `tracefp4 import --dequantize`."
+        )
+    return policy_of(_loaded(directory), load_tokenizer(directory), path=directory)
+
+
+def policy_of(model: Any, tokenizer: Any, *, path: Path) -> Policy:
+    """Put a loaded model and its tokenizer together.
+
+    Raises:
+        ConfigError: neither names an end-of-sequence token.
+    """
+    return Policy(model=model, tokenizer=tokenizer, defaults=generation_defaults(model, tokenizer), path=path)
+
+
+def checked_directory(path: str | Path) -> Path:
+    """Return the directory of a checkpoint of a supported family that has a tokenizer.
+
+    Raises:
+        ConfigError: it is none.
     """
     directory = Path(path)
     config_file = directory / "config.json"
@@ -77,24 +102,36 @@ def load_policy(path: str | Path) -> Policy:
             f"model.path: {directory} has no tokenizer (tokenizer.json). Copy the tokenizer files of the base "
             "model there."
         )
-    model, tokenizer = _loaded(directory)
-    return Policy(
-        model=model, tokenizer=tokenizer, defaults=generation_defaults(model, tokenizer), path=directory
-    )
+    return directory
 
 
-def _loaded(directory: Path) -> tuple[Any, Any]:
-    """Model in float32 and tokenizer; a weight that the files lack is an error, never a random tensor."""
+def load_tokenizer(directory: Path) -> Any:
+    """Load the tokenizer of a checkpoint.
+
+    Raises:
+        ConfigError: its files cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.path: the tokenizer of {directory} could not be loaded: {error}. Download it again."
+        ) from error
+
+
+def _loaded(directory: Path) -> Any:
+    """Model in float32; a weight that the files lack is an error, never a random tensor."""
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     try:
         with no_progress_bars():
             model, found = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
             )
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model.path: {directory} could not be loaded: {error}. Check its files, or download it again."
@@ -105,7 +142,7 @@ def _loaded(directory: Path) -> tuple[Any, Any]:
             f"model.path: {directory} lacks {len(missing)} weights of its model, e.g. {', '.join(missing[:3])}. "
             "Download the checkpoint again."
         )
-    return model.eval(), tokenizer
+    return model.eval()
 
 
 @contextmanager

@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,24 @@ class RunDirectory:
                 f"run.dir: {self.path} holds no run (no config.json) but {', '.join(others[:3])}. Name the "
                 "directory of the run, or a new or empty one for a new run."
             )
+        self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise disk_error(self.path, 0, error) from error
         self.checkpoints = self.path / "checkpoints"
         self.records = self.path / "records"
+
+    @contextmanager
+    def removed_if_refused(self) -> Iterator[None]:
+        """Remove what this start made, if the run is refused before a file is in it; what was there stays."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                for path in self._made:
+                    path.rmdir()
+            raise
 
     def write_json(self, name: str, content: Mapping[str, object]) -> None:
         """Write one JSON file atomically: temporary file, fsync, rename."""

@@ -2,11 +2,11 @@
 
 One transformers model, patched by a plan. Every forward pass over samples runs inside `with replay(...)`, so
 the proximal ("old") log-probs and the update see the same guidance and the ratio carries no rounding noise.
-Micro-batches are addressed by position, so their order, padding and recomputation change nothing.
+Micro-batches are addressed by position, so their order, padding, packing and recomputation change nothing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,13 +22,19 @@ from tracefp4.diagnostics.agreement import (
 )
 from tracefp4.errors import RecordError
 from tracefp4.formats.arithmetic import Arithmetic
-from tracefp4.guidance import ReplayBatch
+from tracefp4.guidance import ReplayBatch, Site
 from tracefp4.guidance.joining import recode_all
+from tracefp4.guidance.noise import NoiseHistogram, histograms, merge_histograms
+from tracefp4.guidance.rates import ResidualCounts, residual_counts
 from tracefp4.guidance.session import replay
 from tracefp4.patching import Applied, Plan
+from tracefp4.rl.alarms import SaturationAlarm
 from tracefp4.rl.batching import Batch, micro_batches, pad, token_logprobs
+from tracefp4.rl.fetching import RecordFetcher, records_of
+from tracefp4.rl.following import Following
 from tracefp4.rl.losses import LossConfig, LossData, grpo_loss, loss_denominator, merge_metrics
 from tracefp4.rl.optimizer import MasterWeightAdamW
+from tracefp4.rl.packing import PackedRow, pack, packed_micro_batches
 from tracefp4.rl.samples import TrainingSample
 
 
@@ -37,7 +43,7 @@ class Scored:
     """Log-probs of samples under the trainer, and how well its codes agreed with the rollout's."""
 
     logprobs: tuple[Tensor, ...]
-    """One tensor [C] per sample: log p of every completion token, no gradient."""
+    """One tensor [C] per sample, on the CPU: log p of every completion token, no gradient."""
     agreement: dict[tuple[str, int], AgreementCounts]
     """Counts by (site kind, layer); filled only where full records were kept as references."""
     routing: dict[int, RoutingAgreement]
@@ -45,45 +51,14 @@ class Scored:
     positions_missing: int
     """Guided places without a usable record, rounded to nearest (over all sites)."""
     values_changed_fraction: float
-    """Share of guided values whose codeword differs from nearest rounding at the same scale."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Following:
-    """How much of the records a pass followed, at the plan's guided sites, added over micro-batches."""
-
-    values: int = 0
-    """Values rounded."""
-    changed: int = 0
-    """Values whose codeword differs from nearest rounding at the same scale."""
-    positions: int = 0
-    """Positions times sites."""
-    positions_guided: int = 0
-    """Those with a usable record; the others were rounded to nearest."""
-
-    def add(self, batch: ReplayBatch, *, plan: Plan) -> None:
-        """Add the counters of a batch that has run."""
-        for site in plan.guided_sites:
-            counts = batch.counters.sites.get(site)
-            if counts is not None:
-                self.values += counts.values
-                self.changed += int(counts.values_changed)
-                self.positions += counts.positions
-                self.positions_guided += counts.positions_guided
-
-    @property
-    def changed_fraction(self) -> float:
-        """Share of values that guidance moved; 0 without any."""
-        return self.changed / self.values if self.values else 0.0
-
-    def metrics(self) -> dict[str, float]:
-        """Return `guidance/...` metrics; {} where the plan guides nothing."""
-        if not self.positions:
-            return {}
-        return {
-            "guidance/followed_fraction": self.positions_guided / self.positions,
-            "guidance/changed_fraction": self.changed_fraction,
-        }
+    """Share of the values with a record whose codeword differs from nearest rounding at the same scale."""
+    values_followed_fraction: float = 0.0
+    """Share of values at guided sites left to the record: those inside the noise gate, or all that have one."""
+    noise: Mapping[Site, NoiseHistogram] = field(default_factory=dict)
+    """Boundary distances by site, of all values and of those that disagree (`guidance.noise`); filled like
+    `agreement`."""
+    residuals: ResidualCounts = field(default_factory=ResidualCounts)
+    """What each candidate codec would have left wrong; empty without candidates."""
 
 
 @dataclass(kw_only=True)
@@ -99,9 +74,17 @@ class PolicyTrainer:
     temperature: float
     """Sampling temperature of the rollouts; log-probs are of the same distribution."""
     micro_batch_tokens: int
-    """Most tokens, padding included, in one forward pass."""
+    """Most tokens in one forward pass, padding included where samples are padded."""
     optimizer: MasterWeightAdamW | None = None
     """None: this trainer only scores."""
+    packing: bool = False
+    """True: the samples of a micro-batch share one row without padding (`rl.packing`); nothing else changes."""
+    fetcher: RecordFetcher | None = None
+    """Reads records that a store keeps; None: every sample holds its own."""
+    bands: Mapping[Site, float] | None = None
+    """Noise gate per site (`guidance.gate`), in units of the block's decode scale; None follows records everywhere."""
+    alarm: SaturationAlarm | None = None
+    """Told of every update's roundings; None: nobody watches."""
 
     @property
     def plan(self) -> Plan:
@@ -117,12 +100,24 @@ class PolicyTrainer:
             use_cache=False,
         ).logits
 
-    def score(self, samples: Sequence[TrainingSample], *, measure: bool = False) -> Scored:
+    def packed_logits(self, row: PackedRow) -> Tensor:
+        """Run the model over a packed row: [1, N, V]. Positions that restart keep the samples apart."""
+        return self.applied.model(
+            input_ids=row.input_ids,
+            position_ids=row.positions,
+            segment_lengths=row.lengths,
+            use_cache=False,
+        ).logits
+
+    def score(
+        self, samples: Sequence[TrainingSample], *, measure: bool = False, candidates: Sequence[str] = ()
+    ) -> Scored:
         """Compute the log-probs of every completion token, guided as the plan says.
 
         Args:
             samples: with their records, in the plan's codec or in `full` (recoded here, in every pass).
             measure: also compare codes with the records, before and after guidance; they must be `full`.
+            candidates: codecs to try at every guided site beside the plan's, when measuring (`guidance.rates`).
 
         Raises:
             RecordError: a record of another scheme or plan, or one that is not `full` when measuring.
@@ -130,17 +125,23 @@ class PolicyTrainer:
         parts: list[tuple[int, Tensor]] = []
         counts: list[SiteCounts] = []
         routers: list[dict[int, RoutingAgreement]] = []
+        noise: list[dict[Site, NoiseHistogram]] = []
+        residuals = ResidualCounts()
         following = Following()
         with torch.no_grad():
-            for chosen in self._micro_batches(samples):
-                batch = self._pad([samples[i] for i in chosen])
-                replayed = self._replay_batch(batch, measure=measure)
+            for chosen, batch in self._with_records(self._padded(samples), samples):
+                packed = pack(batch) if self.packing else None
+                replayed = self._replay_batch(batch, packed, measure=measure, candidates=candidates)
                 with replay(replayed):
-                    logprobs = self._token_logprobs(batch)
-                parts += [(i, logprobs[row][batch.completion_mask[row]]) for row, i in enumerate(chosen)]
+                    logprobs = self._token_logprobs(batch, packed)
+                parts += [
+                    (i, logprobs[row][batch.completion_mask[row]].cpu()) for row, i in enumerate(chosen)
+                ]
                 following.add(replayed, plan=self.plan)
                 counts.append(_measured(replayed))
                 routers.append(collect_routing(replayed.counters))
+                noise.append(histograms(replayed.counters))
+                residuals = residuals + residual_counts(replayed.counters)
         ordered = [logprobs for _, logprobs in sorted(parts, key=lambda part: part[0])]
         return Scored(
             logprobs=tuple(ordered),
@@ -148,6 +149,9 @@ class PolicyTrainer:
             routing=merge_routing(routers),
             positions_missing=following.positions - following.positions_guided,
             values_changed_fraction=following.changed_fraction,
+            values_followed_fraction=following.followed_values_fraction,
+            noise=merge_histograms(noise),
+            residuals=residuals,
         )
 
     def update(
@@ -178,19 +182,17 @@ class PolicyTrainer:
             finite takes no step: `optimizer_steps_skipped` is then 1.
         """
         assert self.optimizer is not None, "this trainer only scores"
-        batches = [
-            (chosen, self._pad([samples[i] for i in chosen], trains_truncated))
-            for chosen in self._micro_batches(samples)
-        ]
+        batches = self._padded(samples, trains_truncated)
         denominator = sum(loss_denominator(batch.loss_mask, config=loss) for _, batch in batches)
         metrics: list[dict[str, float]] = []
         total_loss = 0.0
-        seen: list[Tensor] = [torch.empty(0)] * len(samples)
+        seen: list[Tensor] = [torch.empty(0, device="cpu")] * len(samples)
         following = Following()
-        for chosen, batch in batches:
-            replayed = self._replay_batch(batch, measure=False)
+        for chosen, batch in self._with_records(batches, samples):
+            packed = pack(batch) if self.packing else None
+            replayed = self._replay_batch(batch, packed, measure=False)
             with replay(replayed):
-                logprobs = self._token_logprobs(batch)
+                logprobs = self._token_logprobs(batch, packed)
                 old = (
                     logprobs.detach()
                     if old_logprobs is None
@@ -210,43 +212,76 @@ class PolicyTrainer:
             metrics.append(result.metrics)
             total_loss += result.loss.item()
             for row, i in enumerate(chosen):
-                seen[i] = logprobs.detach()[row][batch.completion_mask[row]]
+                seen[i] = logprobs.detach()[row][batch.completion_mask[row]].cpu()
         step = self.optimizer.step(lr_scale=lr_scale, grad_clip=grad_clip)
         found = {**merge_metrics(metrics), **following.metrics(), "loss": total_loss, "grad_norm": step.norm}
+        found |= {} if self.alarm is None else self.alarm.hear(following)
         return {**found, "optimizer_steps_skipped": 0.0 if step.is_taken else 1.0}, seen
 
     def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[tuple[int, ...]]:
         lengths = [sample.num_tokens for sample in samples]
+        if self.packing:
+            return packed_micro_batches(lengths, max_tokens=self.micro_batch_tokens)
         return micro_batches(lengths, max_tokens=self.micro_batch_tokens, sorts_by_length=True)
 
+    def _padded(
+        self, samples: Sequence[TrainingSample], trains_truncated: bool = True
+    ) -> list[tuple[tuple[int, ...], Batch]]:
+        """Every micro-batch: which samples, and their batch."""
+        return [
+            (chosen, self._pad([samples[i] for i in chosen], trains_truncated))
+            for chosen in self._micro_batches(samples)
+        ]
+
+    def _with_records(
+        self, batches: Sequence[tuple[tuple[int, ...], Batch]], samples: Sequence[TrainingSample]
+    ) -> Iterator[tuple[tuple[int, ...], Batch]]:
+        """The micro-batches with their records; those of the next one are read while this one is in the model."""
+        groups = [[samples[i] for i in chosen] for chosen, _ in batches]
+        for (chosen, batch), records in zip(batches, records_of(self.fetcher, groups), strict=True):
+            yield chosen, replace(batch, records=records)
+
     def _pad(self, samples: Sequence[TrainingSample], trains_truncated: bool = True) -> Batch:
-        return pad(
-            samples, pad_id=self.pad_id, dtype=self.arithmetic.torch_dtype, trains_truncated=trains_truncated
-        )
+        # log-probs and advantages are numbers of the loss, never bf16
+        dtype = torch.promote_types(self.arithmetic.torch_dtype, torch.float32)
+        batch = pad(samples, pad_id=self.pad_id, dtype=dtype, trains_truncated=trains_truncated)
+        return batch.to(next(self.applied.model.parameters()).device)
 
-    def _token_logprobs(self, batch: Batch) -> Tensor:
-        return token_logprobs(
-            self.logits(batch),
-            input_ids=batch.input_ids,
+    def _token_logprobs(self, batch: Batch, row: PackedRow | None) -> Tensor:
+        """Log-probs of completion tokens, [B, T] whatever the model's input looked like."""
+        if row is None:
+            return token_logprobs(
+                self.logits(batch),
+                input_ids=batch.input_ids,
+                temperature=self.temperature,
+                mask=batch.completion_mask,
+            )
+        found = token_logprobs(
+            self.packed_logits(row),
+            input_ids=row.input_ids,
             temperature=self.temperature,
-            mask=batch.completion_mask,
+            mask=row.packed(batch.completion_mask) & row.labelled(),
         )
+        return row.unpacked(found)
 
-    def _replay_batch(self, batch: Batch, *, measure: bool) -> ReplayBatch:
+    def _replay_batch(
+        self, batch: Batch, row: PackedRow | None, *, measure: bool, candidates: Sequence[str] = ()
+    ) -> ReplayBatch:
         plan = self.plan
         for record in batch.records:
             if record is not None:
                 record.check(scheme_digest=plan.scheme_digest, plan_digest=plan.digest)
-        codec = plan.rules.guidance
-        whole = codec in ("none", "full")
-        records = list(batch.records) if whole else recode_all(batch.records, codec)
+        records = recode_all(batch.records, plan.codecs) if plan.codecs else list(batch.records)
         return ReplayBatch(
-            positions=batch.positions,
+            positions=batch.positions if row is None else row.positions,
             records=records,
+            record_index=None if row is None else row.record_index,
             decoder=plan.rules.decoder,  # type: ignore[arg-type]
+            bands=self.bands,
             sites=plan.guided_sites,
             replay_routing=plan.rules.replay_routing,
             references=batch.records if measure else None,
+            candidates=candidates,
         )
 
 

@@ -1,6 +1,7 @@
 """One rollout's samples become one or more optimizer steps, and the step's numbers."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from tracefp4.diagnostics.mismatch import mismatch_by_lag, mismatch_metrics
 from tracefp4.errors import ConfigError
 from tracefp4.rl.config import RunConfig
+from tracefp4.rl.fetching import RecordFetcher
 from tracefp4.rl.losses import LossConfig, merge_metrics
 from tracefp4.rl.policy import GenerationDefaults
 from tracefp4.rl.samples import TrainingSample
@@ -20,6 +22,7 @@ from tracefp4.rollout import SamplingParams
 
 # evaluations draw from their own stream, so comparing two policies pairs their noise
 EVALUATION_SEED = 77
+_SHARES = ("guidance/", "rounding/")
 
 
 def sampling_params(config: RunConfig, defaults: GenerationDefaults) -> Callable[[int], SamplingParams]:
@@ -50,6 +53,8 @@ def sampling_params(config: RunConfig, defaults: GenerationDefaults) -> Callable
             n=rollout.samples_per_prompt,
             seed=config.train.seed * 1_000_003 + step,
             stop_token_ids=defaults.stop_token_ids,
+            stop=rollout.stop,
+            keeps_stop=True,
         )
 
     return params
@@ -62,6 +67,8 @@ def evaluation_params(config: RunConfig, defaults: GenerationDefaults) -> Sampli
         temperature=config.run.eval_temperature,
         seed=EVALUATION_SEED,
         stop_token_ids=defaults.stop_token_ids,
+        stop=config.rollout.stop,
+        keeps_stop=True,
     )
 
 
@@ -124,6 +131,7 @@ class Updater:
             "train_seconds": time.perf_counter() - started,
             **mismatch_of(kept, own),
             **mismatch_of_lags(kept, own, version=version),
+            **followed_of_lags(kept, version=version, fetcher=self.trainer.fetcher),
         }
 
     def _train(
@@ -161,13 +169,14 @@ class Updater:
     def _is_trained(self, sample: TrainingSample) -> bool:
         """Whether any token of the sample is in the loss."""
         is_masked = sample.is_truncated and self.config.train.truncated == "mask"
-        return bool(sample.token_ids) and not is_masked
+        return sample.num_trained > 0 and not is_masked
 
     def _reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[Tensor] | None:
         """Score the reference policy; it computes in bf16 and follows no record, neither codes nor routing."""
         if self.reference is None:
             return None
-        return list(self.reference.score([replace(sample, record=None) for sample in samples]).logprobs)
+        bare = [replace(sample, record=None, handle=None) for sample in samples]
+        return list(self.reference.score(bare).logprobs)
 
 
 def with_gradient(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -186,12 +195,17 @@ def merge_steps(parts: Sequence[Mapping[str, float]]) -> dict[str, float | None]
     """Merge the metrics of one rollout's optimizer steps.
 
     What the loss measures per token is merged by `merge_metrics`. `grad_norm` is the mean over the steps that were
-    taken (None without any), `guidance/...` the mean over steps, and `optimizer_steps_skipped` a count.
+    taken (None without any), `guidance/...` and `rounding/...` the mean over the steps that have them (a step in which
+    every value was followed has looked for no clipped one), and `optimizer_steps_skipped` a count.
     """
-    merged: dict[str, float | None] = dict(merge_metrics(parts))
-    for name in merged:
-        if name.startswith("guidance/"):
-            merged[name] = sum(part[name] for part in parts) / len(parts)
+    shares: dict[str, list[float]] = {}
+    of_loss: list[dict[str, float]] = []
+    for part in parts:
+        of_loss.append({name: value for name, value in part.items() if not name.startswith(_SHARES)})
+        for name in part.keys() - of_loss[-1].keys():
+            shares.setdefault(name, []).append(part[name])
+    merged: dict[str, float | None] = dict(merge_metrics(of_loss))
+    merged |= {name: sum(found) / len(found) for name, found in sorted(shares.items())}
     norms = [part["grad_norm"] for part in parts if not part["optimizer_steps_skipped"]]
     merged["grad_norm"] = sum(norms) / len(norms) if norms else None
     merged["optimizer_steps_skipped"] = sum(part["optimizer_steps_skipped"] for part in parts)
@@ -212,7 +226,10 @@ def loss_config(config: RunConfig) -> LossConfig:
 
 
 def mismatch_of(samples: Sequence[TrainingSample], logprobs: Sequence[Tensor]) -> dict[str, float]:
-    """Return the standard mismatch metrics of these samples: log p_train against the recorded log p_rollout."""
+    """Return the standard mismatch metrics of these samples: log p_train against the recorded log p_rollout.
+
+    Only tokens that the policy sampled count; the environment's have no log p_rollout.
+    """
     train = _padded(logprobs)
     rollout, mask = _rollout_side(samples)
     return mismatch_metrics(train, rollout_logprobs=rollout, mask=mask)
@@ -223,7 +240,7 @@ def mismatch_of_lags(
 ) -> dict[str, float]:
     """Return `lag<n>/mismatch/...` for every lag n that occurs; {} when all tokens are of this version."""
     rollout, mask = _rollout_side(samples)
-    lag = _padded([torch.tensor(sample.weight_versions) for sample in samples]).to(torch.int64)
+    lag = _padded([torch.tensor(sample.weight_versions, device="cpu") for sample in samples]).to(torch.int64)
     lag = torch.where(mask, version - lag, 0)
     if not bool(lag.any()):
         return {}
@@ -231,10 +248,38 @@ def mismatch_of_lags(
     return {f"lag{n}/{name}": value for n, metrics in found.items() for name, value in metrics.items()}
 
 
+def followed_of_lags(
+    samples: Sequence[TrainingSample], *, version: int, fetcher: RecordFetcher | None = None
+) -> dict[str, float]:
+    """Return `lag<n>/guidance/followed_fraction` for every lag n that occurs; {} when all tokens are of this version.
+
+    The share of the tokens of that lag whose logits were recorded: token i of a completion after P prompt tokens came
+    from position P + i - 1. Of records in a store, what `fetcher` read last counts.
+    """
+    tokens: Counter[int] = Counter()
+    followed: Counter[int] = Counter()
+    for sample in samples:
+        rows = set[int]()
+        if sample.record is not None:
+            rows = set((sample.record.valid.nonzero()[:, 0] + sample.record.start).tolist())
+        elif sample.handle is not None and fetcher is not None:
+            rows = fetcher.followed_positions(sample)
+        flags = zip(sample.weight_versions, sample.trained_flags, strict=True)
+        for position, (sampled_under, is_trained) in enumerate(flags, start=len(sample.prompt_ids) - 1):
+            if is_trained:
+                tokens[version - sampled_under] += 1
+                followed[version - sampled_under] += position in rows
+    if not any(tokens):
+        return {}
+    return {f"lag{lag}/guidance/followed_fraction": followed[lag] / tokens[lag] for lag in sorted(tokens)}
+
+
 def _rollout_side(samples: Sequence[TrainingSample]) -> tuple[Tensor, Tensor]:
-    """The rollout's log-probs [B, T], float64, and the mask of completion tokens."""
-    rollout = _padded([torch.tensor(sample.rollout_logprobs, dtype=torch.float64) for sample in samples])
-    return rollout, _padded([torch.ones(len(sample.token_ids)) for sample in samples]).bool()
+    """The rollout's log-probs [B, T], float64, and the mask of the tokens that the policy sampled."""
+    rollout = _padded(
+        [torch.tensor(sample.rollout_logprobs, dtype=torch.float64, device="cpu") for sample in samples]
+    )
+    return rollout, _padded([torch.tensor(sample.trained_flags, device="cpu") for sample in samples]).bool()
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
@@ -246,7 +291,7 @@ def _shards(num_samples: int, num_shards: int, *, seed: int) -> list[list[int]]:
     num_shards = min(num_shards, num_samples)
     generator = torch.Generator().manual_seed(seed)
     order = (
-        torch.randperm(num_samples, generator=generator).tolist()
+        torch.randperm(num_samples, generator=generator, device="cpu").tolist()
         if num_shards > 1
         else list(range(num_samples))
     )

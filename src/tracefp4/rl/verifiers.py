@@ -86,8 +86,8 @@ def verify_math(answer: str, *, gold: str) -> float:
     return float(any(verify(expected, found, timeout_seconds=None) for found in readings))
 
 
-def resolve_function(path: str) -> Callable[..., Any]:
-    """Import "package.module:function".
+def resolve_function(path: str, *, what: str = "Reward function") -> Callable[..., Any]:
+    """Import "package.module:function"; `what` names it in errors.
 
     Raises:
         ConfigError: a path without a colon, a module that does not import, or a name that is not callable.
@@ -95,20 +95,20 @@ def resolve_function(path: str) -> Callable[..., Any]:
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ConfigError(
-            f"Reward function {path!r} is not a path; allowed is 'package.module:function'. "
+            f"{what} {path!r} is not a path; allowed is 'package.module:function'. "
             "Separate module and name by a colon."
         )
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"Reward function {path!r} cannot be imported: {error}. Put its module on PYTHONPATH "
+            f"{what} {path!r} cannot be imported: {error}. Put its module on PYTHONPATH "
             "or install its package."
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(
-            f"Reward function {path!r} is {function!r} in its module; a callable is needed. "
+            f"{what} {path!r} is {function!r} in its module; a callable is needed. "
             "Check the name after the colon."
         )
     return function

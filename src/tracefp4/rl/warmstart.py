@@ -1,7 +1,7 @@
 """Supervised warm start: a tiny model learns the task's format and some of its arithmetic, then RL takes over.
 
-Next-token cross-entropy on worked solutions (prompt tokens are not trained), AdamW, linear decay. Runs in plain
-float32; the saved checkpoint is an ordinary Hugging Face one in bf16.
+Next-token cross-entropy on worked solutions (tokens of prompts and of environments are not trained), AdamW, linear
+decay. Runs in plain float32; the saved checkpoint is an ordinary Hugging Face one in bf16.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from tracefp4.rl.checkpoint import save_model
 from tracefp4.rl.config import TaskConfig
 from tracefp4.rl.prompts import build_source, encode
 from tracefp4.rl.schedule import warmup_linear
-from tracefp4.rl.solutions import solve_chain_sum
+from tracefp4.rl.solutions import Part, call_calculator, solve_chain_sum
 from tracefp4.rl.tiny import TinyShape, build_model, build_tokenizer
 
 FLOAT32 = Arithmetic(name="float32", dtype="float32", emulates_bf16=False, rounds_probabilities=False)
@@ -40,6 +40,8 @@ class WarmStart:
     """Optimizer steps."""
     bare_tenths: int = 6
     """How many of ten demonstrations state the result without answer tags."""
+    uses_calculator: bool = False
+    """Demonstrate calls of the environment `calculator`; its results are not trained."""
     batch_size: int = 64
     """Examples per step, every one new."""
     lr: float = 2e-3
@@ -63,7 +65,7 @@ def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None 
     """
     source = build_source(config.task)
     texts = [source.item(FIRST_ITEM + i).prompt for i in range(TOKENIZER_TEXTS)]
-    tokenizer = build_tokenizer([text + solve_chain_sum(text) for text in texts])
+    tokenizer = build_tokenizer(_tokenizer_texts(texts, config))
     model = build_model(config.shape, tokenizer=tokenizer, seed=config.seed)
     # our experts path is about 1.5 times faster than transformers' own on a CPU
     applied = apply(model, plan(model, PlanRules(mode="bf16", guidance="none")), arithmetic=FLOAT32)
@@ -71,9 +73,7 @@ def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None 
     loss_value = float("nan")
     for step in range(config.steps):
         first = FIRST_ITEM + step * config.batch_size
-        examples = [
-            _example(source.item(first + i), tokenizer, config.bare_tenths) for i in range(config.batch_size)
-        ]
+        examples = [_example(source.item(first + i), tokenizer, config) for i in range(config.batch_size)]
         input_ids, labels = _padded(examples, pad_id=tokenizer.pad_token_id)
         logits = model(input_ids=input_ids, use_cache=False).logits
         loss = nn.functional.cross_entropy(
@@ -95,20 +95,50 @@ def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None 
     return loss_value
 
 
-def _example(task: Any, tokenizer: Any, bare_tenths: int) -> tuple[list[int], list[int]]:
-    demonstration = solve_chain_sum(task.prompt, is_tagged=task.index % 10 >= bare_tenths)
-    answer = tokenizer(demonstration, add_special_tokens=False)["input_ids"]
-    return encode(task, tokenizer=tokenizer), [*answer, tokenizer.eos_token_id]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Example:
+    """Token ids of one demonstration with its prompt."""
+
+    input_ids: list[int]
+    """All tokens."""
+    is_trained: list[bool]
+    """For every token: the policy writes it."""
 
 
-def _padded(
-    examples: Sequence[tuple[list[int], list[int]]], *, pad_id: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    longest = max(len(prompt) + len(answer) for prompt, answer in examples)
-    input_ids = torch.full((len(examples), longest), pad_id)
-    labels = torch.full((len(examples), longest), -100)
-    for row, (prompt, answer) in enumerate(examples):
-        end = len(prompt) + len(answer)
-        input_ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
+def _tokenizer_texts(questions: Sequence[str], config: WarmStart) -> list[str]:
+    """Text to learn merges from: no token spans the policy's text and an environment's."""
+    if not config.uses_calculator:
+        return [text + solve_chain_sum(text) for text in questions]
+    return [
+        text
+        for question in questions
+        for text in (question, *(part.text for part in call_calculator(question)))
+    ]
+
+
+def _parts(task: Any, config: WarmStart) -> list[Part]:
+    is_tagged = task.index % 10 >= config.bare_tenths
+    if config.uses_calculator:
+        return call_calculator(task.prompt, is_tagged=is_tagged)
+    return [Part(text=solve_chain_sum(task.prompt, is_tagged=is_tagged), is_sampled=True)]
+
+
+def _example(task: Any, tokenizer: Any, config: WarmStart) -> _Example:
+    input_ids = encode(task, tokenizer=tokenizer)
+    is_trained = [False] * len(input_ids)
+    for part in _parts(task, config):
+        # part by part, as they arise in a rollout
+        ids = tokenizer(part.text, add_special_tokens=False)["input_ids"]
+        input_ids, is_trained = input_ids + ids, is_trained + [part.is_sampled] * len(ids)
+    return _Example(input_ids=[*input_ids, tokenizer.eos_token_id], is_trained=[*is_trained, True])
+
+
+def _padded(examples: Sequence[_Example], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(example.input_ids) for example in examples)
+    input_ids = torch.full((len(examples), longest), pad_id, device="cpu")
+    labels = torch.full((len(examples), longest), -100, device="cpu")
+    for row, example in enumerate(examples):
+        ids = torch.tensor(example.input_ids, device="cpu")
+        input_ids[row, : len(ids)] = ids
+        labels[row, : len(ids)] = torch.where(torch.tensor(example.is_trained, device="cpu"), ids, -100)
     return input_ids, labels

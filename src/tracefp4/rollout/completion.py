@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from tracefp4.errors import ConfigError
+from tracefp4.formats.tensor import BlockTensor
 from tracefp4.guidance.record import Record
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -31,6 +32,12 @@ class SamplingParams:
     batch."""
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends a completion and is its last token."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion as soon as its own text contains one; the engine needs `decode` for them."""
+    keeps_stop: bool = False
+    """What happens to the tokens of the stop text. False: the completion ends with the first token that completes
+    everything before the stop text (a token that holds the end of the one and the beginning of the other stays
+    whole). True: it ends with the token that completes the stop text."""
 
     def __post_init__(self) -> None:
         for name, is_valid, allowed in (
@@ -39,6 +46,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("n", self.n >= 1, "1 or more"),
+            ("stop", isinstance(self.stop, tuple) and all(self.stop), "a tuple of texts, none empty"),
         ):
             if not is_valid:
                 raise ConfigError(
@@ -54,7 +62,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One sampled continuation of one prompt."""
+    """One sampled continuation of one prompt; of several turns if the engine extended it.
+
+    Every list [C] has one entry for every token of `token_ids`. In a completion of several turns some of these tokens
+    were not sampled but given by the environment: `sampled_mask` tells which.
+    """
 
     prompt_index: int
     """Index of the prompt in its generate call."""
@@ -63,18 +75,26 @@ class Completion:
     prompt_ids: list[int]
     """P token ids."""
     token_ids: list[int]
-    """C sampled token ids, a stop token included."""
+    """C token ids after the prompt, a stop token included: sampled, or given by the environment between turns."""
     logprobs: list[float]
     """[C], natural log of the probability with which each token was drawn: after temperature, top-k and
     top-p. Greedy: the log-probability at temperature 1, which is not a sampling density and must not enter
-    an importance weight."""
+    an importance weight. NaN for tokens that nobody sampled."""
     finish_reason: FinishReason
-    """`stop`: a stop token was sampled; `length`: max_tokens reached; `abort`: the request was aborted."""
+    """`stop`: a stop token or stop text was sampled; `length`: max_tokens reached; `abort`: the request was
+    aborted, and `extend` may go on from here."""
     weight_versions: list[int]
-    """[C], version of the weights whose logits each token was drawn from."""
+    """[C], version of the weights whose logits each token was drawn from; -1 for tokens that nobody sampled."""
     record: Record | None
-    """Rounding decisions for the P + C - 1 positions that were inputs (abort: those computed); None means
-    that the engine does not record, or that nothing was computed."""
+    """Rounding decisions for the P + C - 1 positions that were inputs (abort: those computed), all turns in one; None
+    means that the engine does not record, or that nothing was computed."""
+    sampled_mask: list[bool] | None = None
+    """[C], True where the token was sampled, False where the environment gave it; None: all were sampled."""
+
+    @property
+    def sampled_flags(self) -> list[bool]:
+        """[C], `sampled_mask` with None written out."""
+        return [True] * len(self.token_ids) if self.sampled_mask is None else list(self.sampled_mask)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +115,19 @@ class EngineStats:
     """Times a running sequence had to wait for pages."""
     pages_swapped_out: int = 0
     """KV pages moved to host memory; they come back with the same bytes."""
+    pages_lost: int = 0
+    """KV pages given up because host memory was full."""
+    positions_restored: int = 0
+    """Positions whose K and V came back from recorded codes, bit for bit."""
+    positions_recomputed: int = 0
+    """Positions whose K and V were computed again: their pages were lost and no record holds their codes, or an
+    update asked for it."""
+    positions_recoded: int = 0
+    """Recomputed positions whose recorded K or V came out as other codes or scales."""
+    prefix_hits: int = 0
+    """Pages that a request found in the prefix cache."""
+    prefix_tokens: int = 0
+    """Given tokens that were neither computed nor restored because of that."""
 
     def after_step(self, *, prefill_tokens: int, tokens_generated: int, seconds: float) -> "EngineStats":
         """Return the counters after one more forward pass."""
@@ -122,5 +155,30 @@ class Engine(Protocol):
         """Complete every prompt n times; the outer list follows the prompts, the inner one the sample
         index."""
 
-    def update_weights(self, state: Mapping[str, Tensor], *, version: int) -> None:
+    def update_weights(self, state: Mapping[str, Tensor | BlockTensor], *, version: int) -> None:
         """Replace all weights; `version` must be larger than the current one."""
+
+
+class ExtendingEngine(Engine, Protocol):
+    """An engine whose completions can go on: several turns with an environment, or a rollout in parts.
+
+    A trajectory is a Completion. Give it back with the tokens that the environment adds, and it returns longer: one
+    completion from the first prompt on, with one record for all of its positions.
+    """
+
+    def extend(
+        self, completions: list[Completion], added: list[list[int]], params: SamplingParams
+    ) -> list[Completion]:
+        """Append `added[i]` to trajectory i and sample on; the results come in the order given.
+
+        Args:
+            completions: of this engine or of one with the same plan; aborted ones too.
+            added: tokens of the environment (a tool's answer, the next turn's prompt); may be empty.
+            params: for the new tokens; `n` must be 1, `max_tokens` counts the new tokens.
+
+        Returns:
+            The whole trajectories: the old `prompt_ids`; `token_ids` with old, added and new tokens.
+        """
+
+    def suspend(self) -> list[Completion]:
+        """End everything that is unfinished, and hand it over for `extend`: the rest of a rollout in parts."""

@@ -1,10 +1,10 @@
-"""What `generate` and `force` queue: a prompt, its parameters, and the tokens of each sample when they are given."""
+"""What `generate`, `force` and `extend` queue: tokens to begin with, how to draw, and what is given beyond that."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tracefp4.errors import ConfigError
-from tracefp4.rollout.completion import SamplingParams
+from tracefp4.rollout.completion import Completion, SamplingParams
 from tracefp4.rollout.sequence import Request
 
 
@@ -18,16 +18,46 @@ class Job:
     """How to draw."""
     forced: tuple[tuple[int, ...], ...] | None = None
     """Tokens to take in place of drawn ones, one tuple per sample; None draws."""
+    earlier: Completion | None = None
+    """The trajectory that goes on; None starts one."""
+    added: tuple[int, ...] = ()
+    """Tokens that follow it before the next one is drawn."""
+    recomputes: bool = False
+    """K and V of the earlier positions are computed again instead of restored."""
 
     def request(self, request_id: int, *, prompt_index: int) -> Request:
-        """Return the queue entry of this job under an engine's own number."""
+        """Return the queue entry of this job under an engine's own number; a trajectory keeps its prompt's index."""
         return Request(
             request_id=request_id,
-            prompt_index=prompt_index,
+            prompt_index=prompt_index if self.earlier is None else self.earlier.prompt_index,
             prompt_ids=list(self.prompt_ids),
             params=self.params,
             forced=self.forced,
+            earlier=self.earlier,
+            added=self.added,
+            recomputes=self.recomputes,
         )
+
+
+def extending_job(
+    completion: Completion, added: Sequence[int], params: SamplingParams, *, recomputes: bool = False
+) -> Job:
+    """Queue entry that goes on from a trajectory.
+
+    Raises: ConfigError for n above 1.
+    """
+    if params.n != 1:
+        raise ConfigError(
+            f"A trajectory goes on in one way; got n {params.n}. n must be 1. Extend the same completion several "
+            "times under different seeds to branch."
+        )
+    return Job(
+        completion.prompt_ids,
+        params,
+        earlier=completion,
+        added=tuple(added),
+        recomputes=recomputes,
+    )
 
 
 def forced_jobs(
@@ -59,4 +89,20 @@ def check_tokens(tokens: Sequence[int], *, vocab_size: int) -> None:
         raise ConfigError(
             f"A prompt needs at least one token, all of the vocabulary; got {len(tokens)} tokens, unknown ids "
             f"{unknown}. Ids lie in 0..{vocab_size - 1}. Check the tokenizer, or add a start token."
+        )
+
+
+def check_job(job: Job, *, vocab_size: int, can_decode: bool) -> None:
+    """Refuse what cannot be run.
+
+    Raises: ConfigError as `check_tokens` for the prompt and what was added, or for stop texts without a decoder.
+    """
+    check_tokens(job.prompt_ids, vocab_size=vocab_size)
+    for tokens in (job.added, [] if job.earlier is None else job.earlier.token_ids):
+        if tokens:
+            check_tokens(tokens, vocab_size=vocab_size)
+    if job.params.stop and not can_decode:
+        raise ConfigError(
+            f"Stop texts need text; got stop {job.params.stop} for an engine without a decoder. Allowed are "
+            "stop_token_ids, or an engine made with decode. Pass decode=tokenizer.decode."
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Runner:
             (logits, first log row): logits [M, V], one row for every work that draws, in order; the first
             log row is None when nothing is recorded.
         """
-        batch = build_batch(works, pool=self._pool)
+        batch = build_batch(works, pool=self._pool).to(self._pool.device)
         if self._recorder is None:
             return self._model.forward(batch, self._pool), None
         with self._recorder.step(batch.token_ids.shape[0]) as first_log_row:
@@ -50,7 +51,7 @@ class Runner:
 
 
 def build_batch(works: Sequence[Work], *, pool: KVPool) -> TokenBatch:
-    """Lay works out side by side; works of similar length (same power of two) share a segment."""
+    """Lay works out side by side, on the host; works of similar length (same power of two) share a segment."""
     segments, slots, begin = [], [], 0
     for _, group in groupby(works, key=lambda work: (work.count - 1).bit_length()):
         segment, segment_slots = _segment(list(group), begin=begin, pool=pool)
@@ -58,32 +59,38 @@ def build_batch(works: Sequence[Work], *, pool: KVPool) -> TokenBatch:
         slots.append(segment_slots)
         begin = segment.end
     positions = [segment.flatten(segment.positions) for segment in segments]
-    token_ids = [token for work in works for token in work.sequence.ids[work.start : work.start + work.count]]
-    ends = torch.tensor([work.count for work in works]).cumsum(0)
+    token_ids = [token for work in works for token in work.token_ids]
+    ends = _host([work.count for work in works]).cumsum(0)
     return TokenBatch(
-        token_ids=torch.tensor(token_ids),
+        token_ids=_host(token_ids),
         positions=torch.cat(positions),
         slots=torch.cat(slots),
         segments=segments,
-        logit_rows=ends[torch.tensor([work.draws for work in works])] - 1,
+        logit_rows=ends[_host([work.draws for work in works])] - 1,
     )
 
 
 def _segment(works: list[Work], *, begin: int, pool: KVPool) -> tuple[Segment, Tensor]:
     """One segment and the slots of its tokens."""
     page_size = pool.shape.page_size
-    counts = torch.tensor([work.count for work in works])
+    counts = _host([work.count for work in works])
     width = int(counts.max())
-    positions = torch.tensor([work.start for work in works])[:, None] + torch.arange(width)
+    steps = torch.arange(width, device="cpu")
+    positions = _host([work.start for work in works])[:, None] + steps
     valid = None
     if bool((counts != width).any()):
-        valid = torch.arange(width) < counts[:, None]
+        valid = steps < counts[:, None]
         positions = positions * valid
     num_pages = max((work.start + work.count - 1) // page_size for work in works) + 1
     frames = [work.sequence.table.frames[:num_pages] for work in works]
-    page_table = torch.tensor([row + [pool.null_frame] * (num_pages - len(row)) for row in frames])
+    page_table = _host([row + [pool.null_frame] * (num_pages - len(row)) for row in frames])
     slots = page_table.gather(1, positions // page_size) * page_size + positions % page_size
     segment = Segment(
         begin=begin, end=begin + int(counts.sum()), page_table=page_table, positions=positions, valid=valid
     )
     return segment, segment.flatten(slots)
+
+
+def _host(values: list[Any]) -> Tensor:
+    """Numbers as a tensor in host memory, whatever the default device."""
+    return torch.tensor(values, device="cpu")

@@ -1,19 +1,28 @@
 """One completion in the making: its tokens, how far it is computed, its pages, and where its decisions were
-logged."""
+logged.
+
+Two counts tell how far it is. `num_computed` positions have gone through the model: their decisions are known and the
+tokens drawn from them stand. `num_cached` of them have K and V in pages. The counts differ only while pages that were
+given up, or made under other weights, are computed again.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from tracefp4.guidance.record import Record
 from tracefp4.kvcache.tables import PageTable
 from tracefp4.rollout.completion import Completion, FinishReason, SamplingParams
+from tracefp4.rollout.history import History
 from tracefp4.rollout.noise import noise_key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Request:
-    """One prompt with n samples."""
+    """One prompt with n samples, or one trajectory that goes on."""
 
     request_id: int
     """Counts up within an engine; older requests have smaller ids."""
@@ -25,11 +34,42 @@ class Request:
     """How to draw."""
     forced: tuple[tuple[int, ...], ...] | None = None
     """Tokens to take in place of drawn ones, one tuple per sample (teacher forcing); None draws."""
+    earlier: Completion | None = None
+    """The trajectory that goes on; None starts one."""
+    added: tuple[int, ...] = ()
+    """Tokens that the environment puts between it and the next sampled token."""
+    recomputes: bool = False
+    """True: K and V of the earlier positions are computed again under the weights in use; False: they come back from
+    the record where it can give them."""
+
+    @property
+    def given(self) -> list[int]:
+        """All tokens that are there before the first one is drawn."""
+        earlier = [] if self.earlier is None else self.earlier.token_ids
+        return [*self.prompt_ids, *earlier, *self.added]
+
+    @property
+    def first_sample(self) -> int:
+        """Sample index of the sequence that computes the given tokens."""
+        return 0 if self.earlier is None else self.earlier.sample_index
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Rebuild:
+    """Positions whose K and V are being computed again."""
+
+    begin: int
+    """First of them; they end before the sequence's num_computed."""
+    replaces: bool
+    """True: the new K and V are those of the record from now on (other weights, on purpose). False: they should be
+    the recorded ones, and later tokens are not followed if they are not."""
+    rows: list[int] = field(default_factory=list)
+    """Log rows of the positions begin, begin + 1, ... done so far; empty when the engine does not record."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Sequence:
-    """One sample of a request. Sample 0 computes the prompt; the others fork from it when its last token is
+    """One sample of a request. The first sample computes the prompt; the others fork from it when its last token is
     done."""
 
     request: Request
@@ -37,17 +77,29 @@ class Sequence:
     sample_index: int
     """0 .. n-1."""
     table: PageTable
-    """Pages of the computed positions; resident while the sequence runs."""
+    """Pages of the cached positions; resident while the sequence runs."""
     ids: list[int]
-    """Prompt and sampled tokens."""
+    """Given and sampled tokens."""
+    num_given: int
+    """Tokens of `ids` that were given; the rest was sampled."""
     num_computed: int = 0
-    """Positions whose K and V are in pages; at least one token is always left to compute."""
+    """Positions that have been computed; at least one token is always left to compute."""
+    num_cached: int = 0
+    """Positions whose K and V are in pages, at most num_computed."""
     logprobs: list[float] = field(default_factory=list)
     """Of the sampled tokens."""
-    log_rows: list[int] = field(default_factory=list)
-    """Row of the step log for every computed position; empty when the engine does not record."""
     versions: list[int] = field(default_factory=list)
     """Weight version that computed each position."""
+    history: History = field(default_factory=History)
+    """Where each position's decisions are; empty when the engine does not record."""
+    follows: bool = True
+    """False while K or V in the pages differ from the record: what is computed from them is recorded as not valid."""
+    num_unfollowed: int = 0
+    """First positions whose decisions do not belong to the tokens drawn from them: an earlier turn without a record."""
+    num_carried: int = 0
+    """Last given tokens that were sampled in this very turn, before it was cut off: a stop text may begin in them."""
+    rebuild: Rebuild | None = None
+    """What is being computed again; None if nothing is."""
     finish_reason: FinishReason | None = None
     """None while unfinished."""
     noise_key: int = field(init=False)
@@ -65,9 +117,9 @@ class Sequence:
         return self.request.request_id, self.sample_index
 
     @property
-    def num_prompt(self) -> int:
-        """P."""
-        return len(self.request.prompt_ids)
+    def turn_ids(self) -> list[int]:
+        """Tokens sampled since the prompt, or since the environment's last one; what stop texts are looked for in."""
+        return self.ids[self.num_given - self.num_carried :]
 
     @property
     def forced_token(self) -> int | None:
@@ -77,13 +129,13 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """True once the whole prompt is computed."""
-        return self.num_computed >= self.num_prompt
+        """True if the newest sampled token is all that is left to compute."""
+        return self.num_cached >= max(self.num_computed, self.num_given)
 
     @property
-    def num_uncomputed(self) -> int:
+    def num_uncached(self) -> int:
         """Tokens that the next passes must compute before anything can be drawn; 1 while decoding."""
-        return len(self.ids) - self.num_computed
+        return len(self.ids) - self.num_cached
 
     def fork(self, sample_index: int) -> Sequence:
         """Return a sibling with the same computed prompt, sharing its pages; it is not running."""
@@ -91,18 +143,60 @@ class Sequence:
             request=self.request,
             sample_index=sample_index,
             table=self.table.fork(),
-            ids=list(self.request.prompt_ids),
+            ids=self.ids[: self.num_given],
+            num_given=self.num_given,
             num_computed=self.num_computed,
-            log_rows=list(self.log_rows),
+            num_cached=self.num_cached,
             versions=list(self.versions),
+            history=self.history.fork(),
+            follows=self.follows,
         )
+
+    def go_on(self, earlier: Completion) -> None:
+        """Take over what an earlier turn has computed.
+
+        Positions that led to a sampled token and have no record are computed again and not followed.
+        """
+        num_prompt = len(earlier.prompt_ids)
+        if earlier.record is not None:
+            # after a cut the last token may have a row; it is computed again, because something must be
+            record = earlier.record.truncate(num_prompt + len(earlier.token_ids) - 1)
+            self.history.past = [record]
+            self.versions = record.versions().tolist()
+            self.num_computed = record.length
+        sampled = [i for i, is_sampled in enumerate(earlier.sampled_flags) if is_sampled]
+        num_read = num_prompt + sampled[-1] if sampled else 0
+        self.num_unfollowed = num_read if num_read > self.num_computed else 0
+        if earlier.finish_reason == "abort" and not self.request.added:
+            backwards = reversed(earlier.sampled_flags)
+            self.num_carried = sum(1 for _ in takewhile(bool, backwards))
+
+    def recompute(self, count: int, *, first_log_row: int | None) -> None:
+        """Note that K and V of the next `count` positions were computed again, and which log rows describe them."""
+        assert self.rebuild is not None
+        self.num_cached += count
+        if first_log_row is not None:
+            self.rebuild.rows += range(first_log_row, first_log_row + count)
 
     def advance(self, count: int, *, version: int, first_log_row: int | None) -> None:
         """Note that the next `count` tokens were computed, and which log rows describe them."""
+        start = self.num_computed
+        self.num_cached += count
         self.num_computed += count
         self.versions += [version] * count
         if first_log_row is not None:
-            self.log_rows += range(first_log_row, first_log_row + count)
+            valid = [self.follows and p >= self.num_unfollowed for p in range(start, start + count)]
+            self.history.append(range(first_log_row, first_log_row + count), valid=valid)
+
+    def lose(self, position: int) -> None:
+        """Note that the positions from `position` on have no K and V in pages any more and must be computed again."""
+        if position >= self.num_cached:
+            return
+        self.num_cached = position
+        if self.rebuild is None:
+            self.rebuild = Rebuild(begin=position, replaces=False)
+        self.rebuild.begin = min(self.rebuild.begin, position)
+        del self.rebuild.rows[position - self.rebuild.begin :]
 
     def accept(self, token_id: int, logprob: float) -> None:
         """Append a sampled token and decide whether it was the last one."""
@@ -116,18 +210,34 @@ class Sequence:
         elif forced is not None or len(self.logprobs) == self.request.params.max_tokens:
             self.finish_reason = "length"
 
+    def stop_after(self, num_kept: int) -> None:
+        """End here and keep the first `num_kept` tokens of `turn_ids`; what belonged to the others goes with them."""
+        del self.ids[self.num_given - self.num_carried + num_kept :]
+        del self.logprobs[max(0, num_kept - self.num_carried) :]
+        self.finish_reason = "stop"
+
     def completion(self, record: Record | None) -> Completion:
-        """What the caller gets, once finished."""
+        """What the caller gets, once finished; `record` covers the positions computed, or those of the kept tokens."""
         assert self.finish_reason is not None
+        request, earlier = self.request, self.request.earlier
+        num_drawn = len(self.logprobs)
+        begin = self.num_given - 1  # token i of this request is drawn from position begin + i
+        logprobs, versions, sampled_mask = list(self.logprobs), self.versions[begin : begin + num_drawn], None
+        if earlier is not None:
+            num_added, kept = len(request.added), len(self.ids) - len(request.prompt_ids)
+            logprobs = [*earlier.logprobs, *[math.nan] * num_added, *logprobs][:kept]
+            versions = [*earlier.weight_versions, *[-1] * num_added, *versions][:kept]
+            sampled_mask = [*earlier.sampled_flags, *[False] * num_added, *[True] * num_drawn][:kept]
         return Completion(
-            prompt_index=self.request.prompt_index,
+            prompt_index=request.prompt_index,
             sample_index=self.sample_index,
-            prompt_ids=list(self.request.prompt_ids),
-            token_ids=self.ids[self.num_prompt :],
-            logprobs=self.logprobs,
+            prompt_ids=list(request.prompt_ids),
+            token_ids=self.ids[len(request.prompt_ids) :],
+            logprobs=logprobs,
             finish_reason=self.finish_reason,
-            weight_versions=self.versions[self.num_prompt - 1 :],  # token i is drawn from position P - 1 + i
+            weight_versions=versions,
             record=record,
+            sampled_mask=sampled_mask,
         )
 
 
@@ -138,9 +248,21 @@ class Work:
     sequence: Sequence
     """Resident, with writable pages for these positions."""
     start: int
-    """First position; the sequence's num_computed."""
+    """First position; the sequence's num_cached."""
     count: int
-    """Tokens; 1 while decoding, a chunk of the prompt before."""
+    """Tokens; 1 while decoding, a chunk of the prompt or of what is computed again before."""
+
+    @property
+    def token_ids(self) -> Tokens[int]:
+        """The tokens."""
+        return self.sequence.ids[self.start : self.start + self.count]
+
+    @property
+    def num_given_computed(self) -> int:
+        """Given tokens that this work computes for the first time."""
+        sequence = self.sequence
+        end = min(self.start + self.count, sequence.num_given)
+        return max(0, end - max(self.start, sequence.num_computed))
 
     @property
     def draws(self) -> bool:

@@ -37,7 +37,7 @@ OnEvent = Callable[[str], None]
 ARMS: dict[str, PlanRules] = {
     "bf16": PlanRules(mode="bf16", guidance="none"),
     "qat": PlanRules(guidance="none"),
-    "guided": PlanRules(guidance="mantissa"),
+    "guided": PlanRules(),
 }
 TASK_OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 # steps between two measurements of how much of an update the quantized forward shows
@@ -135,7 +135,7 @@ def run_demo(
         manifest = train(config, on_step=lambda row, arm=arm: on_event(_step_line(arm, row)))  # type: ignore[misc]
         arms[arm] = _arm_result(Path(config.run.dir), manifest)
     summary = json.loads((out / "guided" / "manifest.json").read_text(encoding="utf-8"))["plan"]
-    guided = remembered_plan(load_policy(out / "start"), ARMS["guided"], summary=summary)
+    guided = remembered_plan(load_policy(out / "start").model, ARMS["guided"], summary=summary)
     last = sorted((out / "guided" / "checkpoints").glob("step_*"))[-1]
     scored = {}
     for when, path in (("first", out / "start"), ("last", last)):

@@ -1,4 +1,4 @@
-"""The definition of dequantize, in plain torch: one gather of value pairs per packed byte, one exact
+"""The definition of dequantize, in plain torch: one gather of value pairs per packed byte, one float32
 multiplication."""
 
 import torch
@@ -8,7 +8,9 @@ from tracefp4.formats.element import E2M1
 from tracefp4.formats.tensor import BlockTensor
 
 _VALUES = E2M1.values()
-_PAIRS = torch.tensor([[_VALUES[byte & 15], _VALUES[byte >> 4]] for byte in range(256)], dtype=torch.float32)
+_PAIRS = torch.tensor(
+    [[_VALUES[byte & 15], _VALUES[byte >> 4]] for byte in range(256)], dtype=torch.float32, device="cpu"
+)
 """Row b holds the two values of packed byte b, the low nibble first."""
 
 

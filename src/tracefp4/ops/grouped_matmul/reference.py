@@ -1,5 +1,5 @@
-"""The definition of grouped_matmul: torch's grouped product for float32, a loop over the non-empty experts
-otherwise.
+"""The definition of grouped_matmul: torch's grouped product for float32, and for bf16 on CUDA; a loop over the
+non-empty experts otherwise.
 
 y = x w^T per group;   dx = dy w per group;   dw = dy^T x per group (zeros for an empty group)
 """
@@ -13,11 +13,19 @@ from torch.nn.functional import grouped_mm
 
 def grouped_matmul_reference(x: Tensor, w: Tensor, group_sizes: Tensor) -> Tensor:
     """Multiply checked groups; see `grouped_matmul`."""
-    if x.dtype == torch.float32 and x.shape[0] > 0 and x.shape[1] % 4 == 0 and w.shape[1] % 4 == 0:
+    if x.shape[0] > 0 and _has_grouped_product(x, w):
         offsets = group_sizes.cumsum(0).to(torch.int32)
         product: Tensor = _GroupedProduct.apply(x.contiguous(), w.contiguous(), offsets)
         return product
     return grouped_matmul_loop(x, w, group_sizes)
+
+
+def _has_grouped_product(x: Tensor, w: Tensor) -> bool:
+    """Whether torch multiplies all groups at once: rows of 16 bytes, and a kernel (bf16 on a CPU is a slow loop)."""
+    if x.dtype != torch.float32 and not (x.dtype == torch.bfloat16 and x.is_cuda):
+        return False
+    numbers = 16 // x.element_size()
+    return x.shape[1] % numbers == 0 and w.shape[1] % numbers == 0
 
 
 def grouped_matmul_loop(x: Tensor, w: Tensor, group_sizes: Tensor) -> Tensor:

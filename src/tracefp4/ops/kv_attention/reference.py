@@ -8,32 +8,32 @@ Codes are decoded a byte at a time: a table of 256 entries holds both E2M1 value
 entry, so it stays in the fastest cache and no integer array larger than the byte index is ever made.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from tracefp4.formats.arithmetic import round_bf16_
+from tracefp4.formats.fragments import BLOCK_SIZE, FragmentPages, from_fragments
 from tracefp4.formats.grid import decode_e2m1, decode_e4m3
-from tracefp4.formats.tensor import BlockTensor
+from tracefp4.ops.pages import LayerPages, Pages
 
 SPLIT = 64
-BLOCK_SIZE = 16
 
 
-def kv_attention(
+def attend_reference(
     queries: Tensor,
+    pages: LayerPages,
     *,
-    keys: BlockTensor | Tensor,
-    values: BlockTensor | Tensor,
     page_table: Tensor,
     positions: Tensor,
     rounds_probabilities: bool,
 ) -> Tensor:
-    """See the op's docstring; shapes are checked there."""
+    """Attend with checked operands; see `kv_attention`."""
     num_seqs, num_queries, num_heads, head_dim = queries.shape
     dtype = torch.float32 if queries.dtype == torch.bfloat16 else queries.dtype
-    k_CBLD, v_CBLD = (read_pages(pages, page_table, dtype) for pages in (keys, values))
+    k_CBLD, v_CBLD = (read_pages(part, page_table, dtype) for part in (pages.keys, pages.values))
     num_kv, _, length, _ = k_CBLD.shape
     group = num_heads // num_kv
     q = queries.to(dtype).view(num_seqs, num_queries, num_kv, group, head_dim).permute(2, 0, 3, 1, 4)
@@ -64,16 +64,18 @@ def _attend(scores: Tensor, values: Tensor, *, rounds_probabilities: bool) -> Te
     return out / total
 
 
-def read_pages(pages: BlockTensor | Tensor, page_table: Tensor, dtype: torch.dtype) -> Tensor:
+def read_pages(pages: Pages, page_table: Tensor, dtype: torch.dtype) -> Tensor:
     """Gather and decode the pages of every sequence: [C, B, N*S, D] in `dtype`."""
     if isinstance(pages, Tensor):
         return _gather(pages, page_table).to(dtype)
-    found = _gather(pages.packed, page_table)
+    found, scale_bytes = _gather(pages.packed, page_table), _gather(pages.block_scales, page_table)
+    if isinstance(pages, FragmentPages):
+        plain = from_fragments(replace(pages, packed=found, block_scales=scale_bytes))
+        found, scale_bytes = plain.packed, plain.block_scales
     num_kv, num_seqs, length, width = found.shape
     pairs = _pair_table(found.device).index_select(0, found.to(torch.int32).view(-1))
     values = pairs.view(torch.float32).to(dtype)
-    scale_bytes = _gather(pages.block_scales, page_table)
-    decode_scales = _scale_table(int(pages.exponent), dtype, scale_bytes.device)
+    decode_scales = _scale_table(int(pages.outer), dtype, scale_bytes.device)
     decode_scales = decode_scales.index_select(0, scale_bytes.to(torch.int32).view(-1))
     values.view(-1, BLOCK_SIZE).mul_(decode_scales[:, None])
     return values.view(num_kv, num_seqs, length, 2 * width)
@@ -90,7 +92,7 @@ def _gather(pages: Tensor, page_table: Tensor) -> Tensor:
 @lru_cache(maxsize=4)
 def _pair_table(device: torch.device) -> Tensor:
     """int64 [256]: the bits of the two float32 values of every byte, low nibble first."""
-    byte = torch.arange(256, dtype=torch.uint8)
+    byte = torch.arange(256, dtype=torch.uint8, device="cpu")
     pairs = decode_e2m1(torch.stack([byte & 15, byte >> 4], dim=-1), torch.float32)
     return pairs.contiguous().view(torch.int64).view(-1).to(device)
 
@@ -98,5 +100,5 @@ def _pair_table(device: torch.device) -> Tensor:
 @lru_cache(maxsize=4096)
 def _scale_table(exponent: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[256]: decoded E4M3 byte times 2^exponent; exact, because the product is a power-of-two shift."""
-    decoded = decode_e4m3(torch.arange(256, dtype=torch.uint8), torch.float64)
+    decoded = decode_e4m3(torch.arange(256, dtype=torch.uint8, device="cpu"), torch.float64)
     return (decoded * 2.0**exponent).to(dtype).to(device)

@@ -1,0 +1,9 @@
+"""How fast the ops are on this machine, and how close each guidance codec brings a trainer to its rollout.
+
+`row.py` says what one line of a result means, `clock.py` times contenders side by side, `peers.py` calls the other
+libraries, `cpu.py` lists the jobs. `kernels.py` is the suite of GPU kernels: cases (`kernel_*.py`) timed as graphs
+(`replay.py`) over drawn routing and counted bytes (`routing.py`, `traffic.py`). `gate_table.py` says what figures must
+reach, `results.py` keeps them, `verdicts.py` judges. `guidance_run.py` is the suite of guidance: a model
+(`guidance_model.py`), its rows (`guidance.py`, `guidance_rows.py`), rates (`guidance_speed.py`) and updates
+(`guidance_update.py`). This room measures; it never changes what is measured.
+"""

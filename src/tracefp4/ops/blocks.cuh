@@ -1,0 +1,169 @@
+/* One block of a scheme in the registers of a thread: read, its largest magnitude, its scale byte and codes. The rules are
+ * those of scaling.h, with the scheme as a constant; kernels that quantize include this once.
+ *
+ * Defines: SCHEME, the numbers of ops/rules.py; DTYPE, `enum dtype`. */
+
+#ifndef TRACEFP4_BLOCKS_CUH
+#define TRACEFP4_BLOCKS_CUH
+
+#include "device.cuh"
+#include "scaling.h"
+
+constexpr struct scheme RULES = {SCHEME};
+constexpr enum dtype INPUT = (enum dtype)DTYPE;
+enum { BLOCK = RULES.block };
+
+/* Elements in bf16 under scales of few bits (E4M3 times a power of two, or E8M0) need no division: x / s lies above a
+ * midpoint between codes exactly where x lies above s times that midpoint, and those products are bf16 numbers, too. Two
+ * elements then share every instruction. */
+constexpr bool IS_PACKED = INPUT == BFLOAT16 && (RULES.order == POW2 || RULES.order == MX) &&
+                           RULES.candidates == SIX && RULES.tie == TO_EVEN && RULES.zero == KEPT;
+enum { WORDS = INPUT == FLOAT32 ? BLOCK : BLOCK / 2 };
+
+/* One block of the scheme as it lies in memory. */
+struct values {
+    uint32_t word[WORDS];
+};
+
+DEVICE struct values load_block(const void *x, int64_t block) {
+    struct values values;
+    const uint4 *at = static_cast<const uint4 *>(x) + block * (WORDS / 4);
+    for (int q = 0; q < WORDS / 4; q++) {
+        uint4 four = load_once(at + q);
+        values.word[4 * q] = four.x;
+        values.word[4 * q + 1] = four.y;
+        values.word[4 * q + 2] = four.z;
+        values.word[4 * q + 3] = four.w;
+    }
+    return values;
+}
+
+/* The bits of element j, widened to float32. */
+DEVICE uint32_t bits_at(const struct values &values, int j) {
+    if (INPUT == FLOAT32) return values.word[j];
+    uint16_t half = (uint16_t)(values.word[j / 2] >> 16 * (j % 2));
+    return load_bits(&half, INPUT, 0);
+}
+
+/* The magnitude bits of the largest of the n elements from `from` on. */
+DEVICE int32_t amax_of(const struct values &values, int from, int n) {
+    if (INPUT == BFLOAT16) {
+        uint32_t largest = 0;
+        for (int p = from / 2; p < (from + n) / 2; p++) largest = most_u16x2(largest, values.word[p] & 0x7FFF7FFF);
+        return most((int32_t)(largest << 16), (int32_t)(largest & 0x7FFF0000));
+    }
+    int32_t largest = 0;
+    for (int j = from; j < from + n; j++) largest = most(largest, (int32_t)(bits_at(values, j) & MAGNITUDE_BITS));
+    return largest;
+}
+
+/* The largest among the finite blocks of 16. */
+DEVICE int32_t finite_amax(const struct values &values) {
+    int32_t largest = 0;
+    for (int from = 0; from < BLOCK; from += 16) {
+        int32_t amax = amax_of(values, from, 16);
+        largest = most(largest, amax < INF_BITS ? amax : 0);
+    }
+    return largest;
+}
+
+/* Eight codes from element `from` on, two elements at a time. The count of midpoints below an element is kept as the
+ * bf16 number 128 + n, whose low bits are n. */
+DEVICE uint32_t packed_codes(const struct values &values, int from, float decode_scale) {
+    const float midpoint[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
+    uint32_t limit[7], byte[4];
+    for (int i = 0; i < 7; i++) limit[i] = bits_of(midpoint[i] * decode_scale) >> 16;
+    for (int i = 0; i < 7; i++) limit[i] |= limit[i] << 16;
+    for (int p = 0; p < 4; p++) {
+        uint32_t pair = values.word[from / 2 + p], magnitude = pair & 0x7FFF7FFF, count = 0x43004300;
+        for (int i = 0; i < 7; i++)
+            count = add_bf16x2(count, i % 2 ? at_least_bf16x2(magnitude, limit[i]) : above_bf16x2(magnitude, limit[i]));
+        uint32_t codes = (count & 0x00070007) | (pair >> 12 & 0x00080008);
+        byte[p] = codes | codes >> 12;
+    }
+    return __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
+}
+
+/* Eight codes from element `from` on, under any scheme. */
+DEVICE uint32_t codes_of(const struct values &values, int from, float factor) {
+    uint32_t word = 0;
+    for (int j = 0; j < 8; j++) {
+        uint32_t bits = bits_at(values, from + j), magnitude_bits = bits & MAGNITUDE_BITS, sign = bits >> 31 << 3;
+        float magnitude = float_of(magnitude_bits);
+        float z = multiplies((enum order)RULES.order) ? magnitude * factor : magnitude / factor;
+        if (RULES.zero != KEPT) sign = choose(magnitude_bits == 0, RULES.zero == NEGATIVE ? 8 : 0, sign);
+        word |= ((uint32_t)magnitude_code(z, (enum tie)RULES.tie) | sign) << 4 * j;
+    }
+    return word;
+}
+
+/* What a block becomes. */
+struct encoded {
+    uint32_t word[BLOCK / 8]; /* eight codes each, the even index in the low nibble */
+    uint32_t byte;
+    float decode_scale;
+};
+
+/* The scale byte that quantize stores for a block with this largest magnitude. */
+DEVICE uint32_t scale_byte_of(int32_t amax_bits, const void *x, int64_t block, struct outer outer) {
+    uint32_t byte[BLOCKS];
+    struct strip strip;
+    strip.x = x;
+    strip.dtype = INPUT;
+    strip.i = block * BLOCK;
+    strip.num_blocks = 1;
+    strip.amax_bits[0] = amax_bits;
+    if (RULES.candidates == SIX)
+        bytes_of_maxima(&RULES, 1, strip.amax_bits, outer, 1.0f, byte);
+    else
+        find_block_scales(&RULES, &strip, outer, byte);
+    return byte[0];
+}
+
+/* Round a block under a scale byte. One that is not finite takes the NaN byte and codes 0. */
+DEVICE struct encoded encode_under(const struct values &values, int32_t amax_bits, uint32_t byte, struct outer outer) {
+    struct encoded encoded;
+    float unit, factor;
+    encoded.byte = choose(amax_bits < INF_BITS, byte, RULES.order == MX ? 0xFF : NAN_BYTE);
+    decode_bytes(&RULES, 1, &encoded.byte, outer, &unit, &encoded.decode_scale, &factor);
+    uint32_t keep = amax_bits < INF_BITS ? 0xFFFFFFFF : 0;
+    for (int w = 0; w < BLOCK / 8; w++)
+        encoded.word[w] = keep & (IS_PACKED ? packed_codes(values, 8 * w, factor) : codes_of(values, 8 * w, factor));
+    return encoded;
+}
+
+/* Choose the scale byte of a block unless it is given, and round. */
+DEVICE struct encoded encode(const struct values &values, const void *x, int64_t block, struct outer outer,
+                             const uint8_t *given_scales) {
+    int32_t amax_bits = amax_of(values, 0, BLOCK);
+    uint32_t byte = given_scales ? given_scales[block] : scale_byte_of(amax_bits, x, block, outer);
+    return encode_under(values, amax_bits, byte, outer);
+}
+
+DEVICE void store_block(const struct encoded &encoded, int64_t block, uint8_t *block_scales, uint8_t *packed) {
+    block_scales[block] = (uint8_t)encoded.byte;
+    uint2 *to = reinterpret_cast<uint2 *>(packed) + block * (BLOCK / 16);
+    for (int w = 0; w < BLOCK / 8; w += 2) to[w / 2] = make_uint2(encoded.word[w], encoded.word[w + 1]);
+}
+
+/* The largest of one number per thread, in all of them. */
+DEVICE int32_t most_of_block(int32_t mine) {
+    SHARED int32_t of_warp[32];
+    for (int with = 16; with; with /= 2) mine = most(mine, __shfl_xor_sync(FULL_MASK, mine, with));
+    if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = mine;
+    __syncthreads();
+    int32_t largest = 0;
+    for (int w = 0; w < (int)blockDim.x / WARP; w++) largest = most(largest, of_warp[w]);
+    return largest;
+}
+
+/* The largest magnitude of a row among its finite blocks of 16, in all threads of the block that takes the row. */
+DEVICE float row_maximum(const void *x, int64_t row, int width) {
+    int64_t first = row * (width / BLOCK);
+    int32_t largest = 0;
+    for (int b = (int)threadIdx.x; b < width / BLOCK; b += (int)blockDim.x)
+        largest = most(largest, finite_amax(load_block(x, first + b)));
+    return float_of((uint32_t)most_of_block(largest));
+}
+
+#endif

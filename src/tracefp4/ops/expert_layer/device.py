@@ -1,0 +1,336 @@
+"""expert_layer by kernels: routing lists, rounding of x, gate and up with SwiGLU, rounding of h, down, weighted sum.
+
+Seven launches, none of which asks the host: grids are bounds from shapes, blocks without work end at once. h is rounded
+in a launch of its own, because the power of two of a row needs the row's largest value, which blocks over all of I
+share; rounding inside the down-projection would repeat that work in each of its blocks. With the rows' exponents known
+in advance (a static scheme) nothing changes but the search for the maximum.
+
+Products have two shapes: `few.cu` while an expert has few tokens and time goes to the weights' bytes, `many.cu` beyond.
+Which one runs, and how it is cut, depends on shapes alone; every sum runs in a fixed order.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tracefp4.formats.precision import LayerPrecision, Part
+from tracefp4.formats.scheme import Scheme
+from tracefp4.formats.schemes import MXFP4_FLOOR, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
+from tracefp4.formats.tensor import BlockTensor
+from tracefp4.formats.weight_fragments import GROUP, WeightFragments, empty_fragments
+from tracefp4.ops.device import DeviceLibrary, Launch, aligned
+from tracefp4.ops.expert_layer.operands import ExpertOutput, Experts, Routing
+from tracefp4.ops.expert_layer.reference import (
+    combine_reference,
+    down_reference,
+    gate_up_reference,
+    refit_reference,
+    round_rows,
+    values_of,
+)
+from tracefp4.ops.kernels import DTYPE, first_difference
+from tracefp4.ops.rules import rules_of
+
+_HERE = Path(__file__).parent
+_OWN_EXPONENT = 128
+"""What rows.cu takes for "every row finds its own"."""
+_LIST_THREADS, _ROW_THREADS, _REFIT_THREADS = 256, 512, 256
+_MAXIMA_PARTS = 32
+"""Thread blocks that look for the maximum of one matrix."""
+
+
+class Tiling(NamedTuple):
+    """How the products are cut."""
+
+    kind: str
+    """`few` or `many`: the file."""
+    token_tiles: int
+    """Tiles of 8 tokens that a block multiplies with what it has read of the weights."""
+    row_tiles: int
+    """Tiles of 16 rows of a warp (even: half gate, half up)."""
+    warps: int
+    """Warps of a block, at most: over K in `few`, over rows in `many`."""
+    stages: int
+    """Groups of 64 columns under way at a time, at most."""
+
+
+_TILINGS = (
+    (6, Tiling("few", 1, 4, 8, 2)),
+    (12, Tiling("many", 2, 4, 4, 4)),
+    (24, Tiling("many", 4, 4, 4, 4)),
+)
+"""The tiling up to a mean number of tokens per expert in use. In `few` every block of 64 rows reads its tokens from the
+second-level cache; with 16 tokens these are as many bytes as the weights, so `many` shares them among 256 rows."""
+_MOST = Tiling("many", 8, 4, 4, 3)
+
+
+class Routes(NamedTuple):
+    """Pairs sorted by expert; int32."""
+
+    order: Tensor
+    """[P]."""
+    offsets: Tensor
+    """[E + 1]."""
+    tiles: Tensor
+    """[most tiles there can be, 2]: expert and first pair."""
+
+
+class Rows(NamedTuple):
+    """Activations as products read them."""
+
+    values: Tensor
+    """bfloat16 [N, K filled up to a multiple of 64]."""
+    block_tensor: BlockTensor | None
+    """Their bytes, if asked for."""
+
+
+class Steps(NamedTuple):
+    """Everything that the layer computes, for tests and the check at first use."""
+
+    x: Rows
+    h: Tensor
+    """bfloat16 [P, I], before it is rounded."""
+    w2: Rows
+    y_of_pairs: Tensor
+    """bfloat16 [P, H]."""
+    y: Tensor
+    """bfloat16 [T, H]."""
+
+
+def expert_layer_on_device(
+    x: Tensor, routing: Routing, experts: Experts, precision: LayerPrecision, with_codes: bool
+) -> ExpertOutput:
+    """Compute checked operands; see `expert_layer`."""
+    num_pairs, num_experts = routing.ids.numel(), experts.gate_up.shape[0]
+    tiling = tiling_of(num_pairs, num_experts)
+    steps = run_steps(x, routing, experts, precision, (tiling, with_codes))
+    return ExpertOutput(steps.y, steps.x.block_tensor, steps.w2.block_tensor)
+
+
+def tiling_of(num_pairs: int, num_experts: int) -> Tiling:
+    """Return how the products of so many pairs are cut."""
+    in_use = min(num_pairs, num_experts)
+    return next((tiling for most, tiling in _TILINGS if num_pairs <= most * in_use), _MOST)
+
+
+def run_steps(
+    x: Tensor,
+    routing: Routing,
+    experts: Experts,
+    precision: LayerPrecision,
+    how: tuple[Tiling, bool],
+) -> Steps:
+    """Run all kernels under a tiling, with or without the bytes of both sites; return every result."""
+    tiling, with_codes = how
+    x, ids = x.detach(), routing.ids.contiguous()
+    num_tokens, top_k = ids.shape
+    hidden, inner = experts.gate_up.width, experts.down.width
+    routes = _sort_pairs(ids, experts.gate_up.shape[0], 8 * tiling.token_tiles)
+    x_rows = _round_rows(x, precision, "x", with_codes)
+    h = torch.empty((num_tokens * top_k, inner), dtype=torch.bfloat16, device=x.device)
+    _multiply("gate_up", (x_rows.values, routes, experts.gate_up), tiling, (inner, top_k, h))
+    w2_rows = _round_rows(h, precision, "w2", with_codes)
+    y_of_pairs = torch.empty((num_tokens * top_k, hidden), dtype=torch.bfloat16, device=x.device)
+    _multiply("down", (w2_rows.values, routes, experts.down), tiling, (hidden, y_of_pairs))
+    y = torch.empty((num_tokens, hidden), dtype=torch.bfloat16, device=x.device)
+    weights = routing.weights.detach().contiguous()
+    _LISTS.launch(
+        Launch("combine", (num_tokens,), _LIST_THREADS, {}),
+        *(y_of_pairs, ids, weights, DTYPE[weights.dtype], experts.gate_up.shape[0]),
+        *(top_k, hidden, y),
+        device=x.device,
+    )
+    return Steps(x_rows, h, w2_rows, y_of_pairs, y)
+
+
+def refit_on_device(weights: Tensor, fragments: WeightFragments) -> None:
+    """Quantize checked matrices into fragments; see `refit`."""
+    weights = aligned(weights.resolve_neg())
+    experts, rows, width = fragments.shape
+    scheme, device = fragments.scheme, weights.device
+    variant = _rows_variant(scheme)
+    num_partial = _MAXIMA_PARTS if scheme.outer == "tensor" else 0
+    partial = torch.empty((experts, num_partial), dtype=torch.float32, device=device)
+    if num_partial:
+        launch = Launch("matrix_maxima", (num_partial, experts), _REFIT_THREADS, variant)
+        _ROWS.launch(launch, weights, rows * width // scheme.block_size, partial, device=device)
+    elif scheme.outer == "none":
+        fragments.exponents.zero_()
+    num_items = prod(fragments.words.shape[1:3]) * 8 * (GROUP // scheme.block_size)
+    launch = Launch("refit_matrices", (-(-num_items // _REFIT_THREADS), experts), _REFIT_THREADS, variant)
+    operands = (weights, rows, width, partial, num_partial)
+    _ROWS.launch(launch, *operands, fragments.exponents, fragments.words, fragments.scales, device=device)
+
+
+def _sort_pairs(ids: Tensor, num_experts: int, tile_tokens: int) -> Routes:
+    num_pairs, device = ids.numel(), ids.device
+    in_use = min(num_experts, num_pairs)
+    # a tile that is not full ends an expert's list; the others are full
+    most_tiles = in_use + (num_pairs - in_use) // tile_tokens
+    counts, order = (torch.empty(n, dtype=torch.int32, device=device) for n in (num_experts, num_pairs))
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    tiles = torch.empty((most_tiles, 2), dtype=torch.int32, device=device)
+    grid = (num_experts,)
+    _LISTS.launch(Launch("count_pairs", grid, _LIST_THREADS, {}), ids, num_pairs, counts, device=device)
+    _LISTS.launch(
+        Launch("place_pairs", grid, _LIST_THREADS, {}),
+        *(ids, num_pairs, counts, tile_tokens, most_tiles, order, offsets, tiles),
+        device=device,
+    )
+    return Routes(order, offsets, tiles)
+
+
+def _round_rows(x: Tensor, precision: LayerPrecision, part: Part, with_codes: bool) -> Rows:
+    scheme, (num_rows, width) = precision.activation, x.shape
+    padded = -(-width // GROUP) * GROUP
+    if scheme is None:
+        return Rows(aligned(x.resolve_neg() if padded == width else pad(x, (0, padded - width))), None)
+    x, device = aligned(x.resolve_neg()), x.device
+    exponent = precision.exponent_of(part)
+    values = torch.empty((num_rows, padded), dtype=torch.bfloat16, device=device)
+    block_tensor = _empty_bytes(num_rows, width, scheme, exponent, device) if with_codes else None
+    parts: tuple[Tensor | None, ...] = (None, None, None)
+    if block_tensor is not None:
+        parts = (block_tensor.packed, block_tensor.block_scales, block_tensor.outer)
+    threads = min(-(-width // (32 * scheme.block_size)) * 32, _ROW_THREADS)
+    given = _OWN_EXPONENT if scheme.outer == "row" else exponent or 0
+    launch = Launch("quantize_rows", (num_rows,), threads, _rows_variant(scheme))
+    _ROWS.launch(launch, x, width, padded, given, values, *parts, device=device)
+    return Rows(values, block_tensor)
+
+
+def _empty_bytes(
+    num_rows: int, width: int, scheme: Scheme, exponent: int | None, device: torch.device
+) -> BlockTensor:
+    """A BlockTensor to be filled; its outer scale is written already unless every row has one."""
+    if scheme.outer == "row":
+        outer = torch.empty(num_rows, dtype=torch.int8, device=device)
+    else:
+        outer = torch.full((), exponent or 0, dtype=torch.int8, device=device)
+    return BlockTensor(
+        packed=torch.empty((num_rows, width // 2), dtype=torch.uint8, device=device),
+        block_scales=torch.empty((num_rows, width // scheme.block_size), dtype=torch.uint8, device=device),
+        outer=outer,
+        scheme=scheme,
+    )
+
+
+def _rows_variant(scheme: Scheme) -> dict[str, int | str]:
+    return {"SCHEME": ",".join(str(n) for n in rules_of(scheme).tolist()), "DTYPE": DTYPE[torch.bfloat16]}
+
+
+def _multiply(
+    product: str,
+    operands: tuple[Tensor, Routes, WeightFragments],
+    tiling: Tiling,
+    rest: tuple[Tensor | int, ...],
+) -> None:
+    """Launch `gate_up` or `down`; `rest` is what the kernel takes from the number of a part's rows on."""
+    x, routes, w = operands
+    groups = w.words.shape[2]
+    tiles_of_rows = w.words.shape[1] // (2 if product == "gate_up" else 1)
+    row_tiles = tiling.row_tiles // (2 if product == "gate_up" else 1)
+    warps, stages, shared_bytes = tiling.warps, tiling.stages, 0
+    if tiling.kind == "few":  # as many warps as have about the same number of groups
+        fitting = (n for n in (8, 4, 2, 1) if n <= warps and -(-groups // n) * n * 4 <= groups * 5)
+        warps = next(fitting)
+        stages = min(stages, -(-groups // warps))
+    else:
+        row_tiles *= warps
+        of_warp = tiling.row_tiles * (512 + 16 * GROUP // w.scheme.block_size)
+        shared_bytes = stages * (8 * tiling.token_tiles * (GROUP + 8) * 2 + warps * of_warp)
+    defines = {
+        "BLOCK": w.scheme.block_size,
+        "NT": tiling.row_tiles,
+        "MT": tiling.token_tiles,
+        "WARPS": warps,
+        "STAGES": stages,
+    }
+    grid = (-(-tiles_of_rows // row_tiles), routes.tiles.shape[0])
+    launch = Launch(f"{product}_{tiling.kind}", grid, 32 * warps, defines, shared_bytes)
+    library = LIBRARY if tiling.kind == "few" else _MANY
+    library.launch(launch, w.words, w.scales, w.exponents, x, *routes, groups, *rest, device=x.device)
+
+
+def differences(device: torch.device) -> str | None:
+    """Compare with the reference on a small layer, in both shapes of products; return what differs, or None."""
+    for scheme, activation in ((NVFP4_TENSOR_POW2, NVFP4_ROW_POW2), (MXFP4_FLOOR, MXFP4_FLOOR)):
+        precision = LayerPrecision(activation=activation, weight=scheme, kv=None)
+        found = _differences(precision, device)
+        if found is not None:
+            return f"{found} under {scheme.name}"
+    return None
+
+
+def _differences(precision: LayerPrecision, device: torch.device) -> str | None:
+    assert precision.weight is not None
+    wave = torch.sin(torch.arange(4 * 256 * 128, dtype=torch.float32, device=device) * 1.7).to(torch.bfloat16)
+    gate_up, down = wave.view(4, 256, 128), wave[: 4 * 128 * 128].view(4, 128, 128)
+    fitted = []
+    for fit in (refit_on_device, refit_reference):
+        pair = [empty_fragments(w.shape, precision.weight, device) for w in (gate_up, down)]
+        fit(gate_up, pair[0])
+        fit(down, pair[1])
+        fitted.append(Experts(*pair))
+    experts, wanted = fitted
+    found = first_difference(
+        (f"{part} of weights", getattr(a, part), getattr(b, part))
+        for a, b in zip(experts, wanted, strict=True)
+        for part in ("words", "scales", "exponents")
+    )
+    if found is not None:
+        return found
+    x = wave[: 11 * 128].view(11, 128)
+    ids = torch.arange(22, device=device).view(11, 2) % 3
+    routing = Routing(ids, wave[:22].view(11, 2))
+    for tiling in (_TILINGS[0][1], _MOST):
+        steps = run_steps(x, routing, experts, precision, (tiling, True))
+        found = first_difference(_bytes_of_sites(x, steps, precision)) or _far_from_reference(
+            steps, routing, experts
+        )
+        if found is not None:
+            return f"{found} of {tiling.kind}"
+    return None
+
+
+def _bytes_of_sites(
+    x: Tensor, steps: Steps, precision: LayerPrecision
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    parts: tuple[tuple[Part, Tensor, Rows], ...] = (("x", x, steps.x), ("w2", steps.h, steps.w2))
+    for part, unrounded, rows in parts:
+        got, wanted = rows.block_tensor, round_rows(unrounded, precision, part).block_tensor
+        assert got is not None and wanted is not None
+        for name in ("packed", "block_scales", "outer"):
+            yield f"{name} of {part}", getattr(got, name), getattr(wanted, name)
+
+
+def _far_from_reference(steps: Steps, routing: Routing, experts: Experts) -> str | None:
+    """Compare every product with the reference's, given the operands that the kernels had; the orders of their sums
+    differ, and with them the last bit of bf16."""
+    assert steps.x.block_tensor is not None and steps.w2.block_tensor is not None
+    ids, top_k = routing.ids.reshape(-1), routing.ids.shape[1]
+    x = values_of(steps.x.block_tensor).repeat_interleave(top_k, 0)
+    pairs = (
+        ("h", steps.h, gate_up_reference(x, ids, experts.gate_up)),
+        ("y of pairs", steps.y_of_pairs, down_reference(values_of(steps.w2.block_tensor), ids, experts.down)),
+        ("y", steps.y, combine_reference(steps.y_of_pairs.float(), routing, experts)),
+    )
+    for name, got, wanted in pairs:
+        allowed = wanted.abs() * 2.0**-6 + wanted.square().mean().sqrt() * 2.0**-12
+        if not bool(((got.float() - wanted).abs() <= allowed).all()):
+            return name
+    return None
+
+
+LIBRARY = DeviceLibrary(_HERE / "few.cu", differences)
+"""Products of experts with few tokens; its check runs all kernels."""
+_MANY = DeviceLibrary(_HERE / "many.cu", differences)
+_LISTS = DeviceLibrary(_HERE / "routes.cu", differences)
+_ROWS = DeviceLibrary(_HERE / "rows.cu", differences)
+LIBRARIES = (LIBRARY, _MANY, _LISTS, _ROWS)
+"""All of them; a runner has to be given to each."""

@@ -1,0 +1,112 @@
+/* What the expert layer quantizes: activations row by row, as the values that products read (and, where they are asked for,
+ * the bytes that a record keeps), and bf16 weights straight into fragment order (formats/weight_fragments.py).
+ *
+ * Defines: those of blocks.cuh; DTYPE is bf16, and the scheme's values are bf16 numbers. */
+
+#include "blocks.cuh"
+
+enum { GROUP = 64, TILE_ROWS = 16 };
+
+DEVICE struct outer outer_of(int exponent) {
+    struct outer outer = {power_of_two(exponent), power_of_two(exponent), power_of_two(-exponent)};
+    return outer;
+}
+
+/* The value of a code as bf16 bits; exact. */
+DEVICE uint32_t value_of_code(uint32_t code, float decode_scale) {
+    return (bits_of(code_magnitude((int32_t)(code & 7)) * decode_scale) >> 16) | (code & 8) << 12;
+}
+
+/* BLOCK values of a row. */
+DEVICE void store_values(const struct encoded &encoded, uint16_t *to) {
+    for (int w = 0; w < BLOCK / 8; w++) {
+        uint32_t two[4];
+        for (int i = 0; i < 4; i++)
+            two[i] = value_of_code(encoded.word[w] >> 8 * i, encoded.decode_scale) |
+                     value_of_code(encoded.word[w] >> (8 * i + 4), encoded.decode_scale) << 16;
+        reinterpret_cast<uint4 *>(to)[w] = make_uint4(two[0], two[1], two[2], two[3]);
+    }
+}
+
+/* One row per thread block. `exponent` is the outer one, or 128 where each row finds its own. values [.., padded] with
+ * zeros beyond the width; packed, block_scales and outer may be null, all or none of them. */
+KERNEL quantize_rows(const void *x, int width, int padded, int exponent, uint16_t *values, uint8_t *packed,
+                     uint8_t *block_scales, int8_t *outer) {
+    int num_blocks = width / BLOCK, mine = (int)threadIdx.x;
+    int64_t row = blockIdx.x, first = row * num_blocks;
+    struct values block; /* the first block of this thread stays in registers */
+    if (mine < num_blocks) block = load_block(x, first + mine);
+    if (exponent == 128) {
+        int32_t largest = mine < num_blocks ? finite_amax(block) : 0;
+        for (int b = mine + (int)blockDim.x; b < num_blocks; b += (int)blockDim.x)
+            largest = most(largest, finite_amax(load_block(x, first + b)));
+        exponent = pow2_exponent(most_of_block(largest), (float)RULES.limit);
+        if (outer && mine == 0) outer[row] = (int8_t)exponent;
+    }
+    for (int b = mine; b < num_blocks; b += (int)blockDim.x) {
+        if (b != mine) block = load_block(x, first + b);
+        struct encoded encoded = encode(block, x, first + b, outer_of(exponent), nullptr);
+        store_values(encoded, values + row * padded + (int64_t)b * BLOCK);
+        if (packed) store_block(encoded, first + b, block_scales, packed);
+    }
+    if (width + 8 * mine < padded)
+        *reinterpret_cast<uint4 *>(values + row * padded + width + 8 * mine) = make_uint4(0, 0, 0, 0);
+}
+
+/* The largest magnitudes of finite blocks in the parts of every matrix: partial[matrix][part], a thread block each. */
+KERNEL matrix_maxima(const void *w, int num_blocks, float *partial) {
+    int64_t first = (int64_t)blockIdx.y * num_blocks;
+    int32_t largest = 0;
+    for (int64_t b = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; b < num_blocks; b += (int64_t)gridDim.x * blockDim.x)
+        largest = most(largest, finite_amax(load_block(w, first + b)));
+    largest = most_of_block(largest);
+    if (threadIdx.x == 0) partial[(int64_t)blockIdx.y * gridDim.x + blockIdx.x] = float_of((uint32_t)largest);
+}
+
+/* Four codes of a row as they lie in a fragment's word, nibbles 0, 16, 8 and 24 bits up. */
+DEVICE uint32_t spread(uint32_t four) {
+    return (four & 0xF) | (four & 0xF0) << 12 | (four & 0xF00) | (four & 0xF000) << 12;
+}
+
+/* Quantize matrices [.., num_rows, width] into fragments; blockIdx.y is the matrix. A thread has a block of rows g and
+ * g + 8 of a tile. Exponents are found from the maxima, num_partial of each matrix; where that is 0, they are read. */
+KERNEL refit_matrices(const void *w, int num_rows, int width, const float *partial, int num_partial, int8_t *exponents,
+                      uint4 *words, uint8_t *scales) {
+    enum { PER_GROUP = GROUP / BLOCK };
+    int64_t matrix = blockIdx.y;
+    int exponent = num_partial ? 0 : exponents[matrix];
+    if (num_partial) {
+        int32_t largest = 0;
+        for (int i = (int)threadIdx.x; i < num_partial; i += (int)blockDim.x)
+            largest = most(largest, (int32_t)bits_of(partial[matrix * num_partial + i]));
+        exponent = pow2_exponent(most_of_block(largest), (float)RULES.limit);
+        if (blockIdx.x == 0 && threadIdx.x == 0) exponents[matrix] = (int8_t)exponent;
+    }
+    int groups = (width + GROUP - 1) / GROUP, num_tiles = num_rows / TILE_ROWS;
+    int item = (int)(blockIdx.x * blockDim.x + threadIdx.x), in_matrix = item / (8 * PER_GROUP);
+    int g = item / PER_GROUP % 8, b = item % PER_GROUP;
+    if (in_matrix >= num_tiles * groups) return;
+    int row = in_matrix / groups * TILE_ROWS + g, block = in_matrix % groups * PER_GROUP + b;
+    struct encoded rows[2];
+    for (int h = 0; h < 2; h++) {
+        if (block < width / BLOCK) {
+            int64_t i = (matrix * num_rows + row + 8 * h) * (width / BLOCK) + block;
+            rows[h] = encode(load_block(w, i), w, i, outer_of(exponent), nullptr);
+        } else {
+            for (int n = 0; n < BLOCK / 8; n++) rows[h].word[n] = 0;
+            rows[h].byte = 0;
+        }
+    }
+    int64_t at = matrix * num_tiles * groups + in_matrix;
+    for (int n = 0; n < BLOCK / 16; n++) {
+        uint32_t word[4];
+        for (int t = 0; t < 4; t++) {
+            int half = 2 * n + t / 2, up = 16 * (t % 2);
+            word[t] = spread(rows[0].word[half] >> up & 0xFFFF) | spread(rows[1].word[half] >> up & 0xFFFF) << 4;
+        }
+        words[at * 32 + 4 * g + b * (BLOCK / 16) + n] = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+    uint8_t *to = scales + (at * 8 + g) * (2 * PER_GROUP) + 2 * b;
+    to[0] = (uint8_t)rows[0].byte;
+    to[1] = (uint8_t)rows[1].byte;
+}

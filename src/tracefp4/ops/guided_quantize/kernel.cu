@@ -1,0 +1,306 @@
+/* guided_quantize on a GPU: a thread takes blocks of a row, finds or decodes their scales, rounds and follows. Syndromes
+ * are compared by teams of lanes once a row is rounded, and where one differs a warp looks for the flips (search.cuh).
+ *
+ * Defines: those of rows.cuh; RULE and SCALES, `enum rule` and the codings of scale_cells.h; HAS_BAND; KEYS and
+ * SCALE_KEYS, ceil(length / 32) of the codes of values and scales, 1 without one. */
+
+#include "cells.h"
+#include "rows.cuh"
+#include "scale_cells.h"
+#include "search.cuh"
+
+constexpr enum rule FOLLOWS = (enum rule)RULE;
+constexpr bool BY_SYNDROMES = FOLLOWS == SYNDROMES, SCALES_BY_SYNDROMES = SCALES == SYNDROMES_OF_SCALES;
+
+/* What was recorded. */
+struct guide {
+    const uint8_t *valid;        /* NULL without a guide */
+    const uint8_t *decisions;    /* a byte for every value, or the syndromes of rows */
+    const int64_t *code;         /* of the syndromes */
+    const void *outer;           /* of rows, where these have one */
+    const uint8_t *block_scales; /* bytes, their low bits, or the syndromes of rows */
+    const int64_t *scale_code;
+};
+
+/* What is written. */
+struct result {
+    void *outer; /* read where all rows share one */
+    uint8_t *block_scales;
+    void *values;
+    uint8_t *codes; /* NULL: not wanted */
+};
+
+/* What is counted. */
+struct tally {
+    int changed, in_band, undecoded;
+};
+
+/* Shared memory: a ranking for each warp, then for every row its lowest bits and the largest magnitude of each block. */
+struct scratch {
+    struct ranking *ranking; /* of this warp */
+    uint32_t *bits, *scale_bits;
+    int32_t *amax_bits;
+};
+
+DEVICE struct scratch scratch_of(unsigned char *shared, int width, int slots) {
+    struct scratch scratch;
+    struct ranking *all = reinterpret_cast<struct ranking *>(shared);
+    scratch.ranking = all + threadIdx.x / WARP;
+    scratch.bits = reinterpret_cast<uint32_t *>(all + blockDim.x / WARP);
+    scratch.scale_bits = scratch.bits + slots * (BY_SYNDROMES ? words_of_bits(width) : 0);
+    scratch.amax_bits = reinterpret_cast<int32_t *>(scratch.scale_bits) +
+                        slots * (SCALES_BY_SYNDROMES ? words_of_bits(width / BLOCK) : 0);
+    return scratch;
+}
+
+/* The outer scale of this row: recorded, found, or the one of all rows. */
+DEVICE struct outer outer_of_row(const struct place &place, const struct values &values, const void *x, int num_blocks,
+                                 const struct guide &guide, int is_valid, void *outer) {
+    if (!PER_ROW) return read_outer(&RULES, outer, 0);
+    union stored stored;
+    int finds = place.is_there && !is_valid;
+    if (place.threads > WARP ? finds : __any_sync(FULL_MASK, finds)) stored = own_outer(place, values, x, num_blocks);
+    if (is_valid) {
+        stored = load_outer(guide.outer, place.row);
+        if (!is_possible(stored)) stop_here();
+    }
+    if (place.is_there && place.thread == 0) store_outer(stored, outer, place.row);
+    return read_outer(&RULES, &stored, 0);
+}
+
+/* The scale byte of a block that a guide means. */
+DEVICE uint32_t guided_byte(const struct guide &guide, int64_t block, int32_t amax_bits, struct outer outer,
+                            const struct result &result) {
+    if (SCALES_BY_SYNDROMES) return result.block_scales[block];
+    uint8_t recorded = guide.block_scales[block];
+    if (SCALES == RAW_SCALES) {
+        if (RULES.order != MX && recorded > NAN_BYTE && amax_bits < INF_BITS) stop_here();
+        return recorded;
+    }
+    struct strip strip;
+    strip.num_blocks = 1;
+    strip.amax_bits[0] = amax_bits;
+    uint8_t found;
+    cosets_of_strip(&RULES, &strip, outer, SCALES, &recorded, &found);
+    return found;
+}
+
+/* One value on the grid. */
+struct on_grid {
+    float z;
+    int32_t m;
+    uint32_t sign;
+};
+
+DEVICE struct on_grid place_on_grid(uint32_t bits, float factor) {
+    struct on_grid on_grid;
+    uint32_t magnitude_bits = bits & MAGNITUDE_BITS;
+    on_grid.sign = bits >> 31;
+    if (RULES.zero != KEPT) on_grid.sign = choose(magnitude_bits == 0, RULES.zero == NEGATIVE, on_grid.sign);
+    float magnitude = float_of(magnitude_bits);
+    on_grid.z = multiplies((enum order)RULES.order) ? magnitude * factor : magnitude / factor;
+    on_grid.z = on_grid.z < 6.0f ? on_grid.z : 6.0f;
+    on_grid.m = magnitude_code(on_grid.z, (enum tie)RULES.tie);
+    return on_grid;
+}
+
+/* Eight codes that follow eight decisions, of values whose scale is usable. */
+DEVICE uint32_t followed_codes(const struct values &values, int from, float factor, float band, uint2 decisions,
+                               struct tally &tally) {
+    uint32_t word = 0;
+    for (int j = 0; j < 8; j++) {
+        struct on_grid at = place_on_grid(bits_at(values, from + j), factor);
+        int32_t asked = at.m;
+        if (!BY_SYNDROMES)
+            asked = follow(FOLLOWS, at.z, at.m, (j < 4 ? decisions.x : decisions.y) >> 8 * (j % 4) & 0xFF, at.sign);
+        if (HAS_BAND) {
+            if (cell_distance(at.z, at.m, asked) > band) asked = at.m;
+            tally.in_band += cell_distance(at.z, at.m, at.m + alternative_step(at.z, at.m)) <= band;
+        }
+        tally.changed += asked != at.m;
+        word |= ((uint32_t)asked | at.sign << 3) << 4 * j;
+    }
+    return word;
+}
+
+/* Round a block of a valid row; nearest codes for syndromes, which are compared later. */
+DEVICE struct encoded follow_block(const struct guide &guide, const struct values &values, int64_t block,
+                                   int32_t amax_bits, uint32_t byte, struct outer outer, float band,
+                                   struct tally &tally) {
+    struct encoded encoded;
+    float unit, factor;
+    if (BY_SYNDROMES && !HAS_BAND) {
+        encoded = encode_under(values, amax_bits, byte, outer);
+        tally.in_band += encoded.decode_scale > 0.0f ? BLOCK : 0;
+        return encoded;
+    }
+    decode_bytes(&RULES, 1, &byte, outer, &unit, &encoded.decode_scale, &factor);
+    if (amax_bits >= INF_BITS || !(encoded.decode_scale > 0.0f)) return encode_under(values, amax_bits, byte, outer);
+    encoded.byte = byte;
+    if (!HAS_BAND) tally.in_band += BLOCK;
+    for (int w = 0; w < BLOCK / 8; w++) {
+        uint2 decisions = make_uint2(0, 0);
+        if (!BY_SYNDROMES) decisions = reinterpret_cast<const uint2 *>(guide.decisions)[block * (BLOCK / 8) + w];
+        encoded.word[w] = followed_codes(values, 8 * w, factor, band, decisions, tally);
+    }
+    return encoded;
+}
+
+/* Find the own scale bytes of the valid rows of this thread block, and flip them where their syndromes differ. */
+DEVICE void recover_scales(const struct place &place, const struct guide &guide, const void *x, int num_blocks,
+                           int is_valid, struct outer outer, const struct scratch &scratch, const struct result &result,
+                           struct tally &tally) {
+    struct code code = read_code(guide.scale_code);
+    int row_bytes = (blocks_in(code, num_blocks) * code.num_bits + 7) / 8;
+    for (int b = place.thread; is_valid && b < num_blocks; b += place.threads) {
+        int64_t block = place.row * num_blocks + b;
+        int32_t amax_bits = amax_of(load_block(x, block), 0, BLOCK);
+        scratch.amax_bits[place.slot * num_blocks + b] = amax_bits;
+        result.block_scales[block] = (uint8_t)scale_byte_of(amax_bits, x, block, outer);
+    }
+    __syncthreads();
+    put_lowest_of_scales(place, result.block_scales, num_blocks, scratch.scale_bits);
+    __syncthreads();
+    for_code_blocks(code, scratch.scale_bits, words_of_bits(num_blocks), place.num_slots, num_blocks,
+                    [&](const struct code_block &mine) {
+        uint64_t difference = 0;
+        if (mine.is_there && mine.is_first_lane && guide.valid[place.first + mine.slot])
+            difference = mine.syndrome ^ read_bits(guide.block_scales + (place.first + mine.slot) * row_bytes,
+                                                   (int64_t)mine.index * code.num_bits, code.num_bits);
+        for_differing(mine, difference, [&](const struct code_block &block, uint64_t difference) {
+            int64_t row = place.first + block.slot, first = row * num_blocks + block.at;
+            const int32_t *amax_bits = scratch.amax_bits + block.slot * num_blocks + block.at;
+            struct outer scale = read_outer(&RULES, result.outer, PER_ROW ? row : 0);
+            int32_t key[SCALE_KEYS];
+            uint32_t other[SCALE_KEYS];
+            for (int i = 0; i < SCALE_KEYS; i++) {
+                int g = (int)threadIdx.x % WARP + i * WARP;
+                key[i] = NO_CANDIDATE;
+                if (g >= block.n) continue;
+                uint32_t own = result.block_scales[first + g];
+                float target;
+                targets_of_maxima(&RULES, 1, amax_bits + g, scale, &own, &target);
+                key_scales(1, amax_bits + g, &own, &target, g, key + i, other + i);
+            }
+            struct flips flips = cheapest_flips(code, difference, key, scratch.ranking);
+            for (int f = 0; f < flips.num; f++) {
+                int g = scratch.ranking->key[rank_at(flips, f)] & ((1 << INDEX_BITS) - 1);
+                for (int i = 0; i < SCALE_KEYS; i++)
+                    if (g == (int)threadIdx.x % WARP + i * WARP) result.block_scales[first + g] = (uint8_t)other[i];
+            }
+            tally.undecoded += flips.num == 0 && threadIdx.x % WARP == 0;
+        });
+    });
+    __syncthreads();
+}
+
+/* Flip values of the valid rows of this thread block where their syndromes differ from the recorded ones. */
+DEVICE void flip_values(const struct place &place, const struct guide &guide, const void *x, int width, float limit,
+                        const struct scratch &scratch, const struct result &result, struct tally &tally) {
+    struct code code = read_code(guide.code);
+    int row_bytes = (blocks_in(code, width) * code.num_bits + 7) / 8, num_blocks = width / BLOCK;
+    __syncthreads();
+    for_code_blocks(code, scratch.bits, words_of_bits(width), place.num_slots, width,
+                    [&](const struct code_block &mine) {
+        uint64_t difference = 0;
+        if (mine.is_there && mine.is_first_lane && guide.valid[place.first + mine.slot])
+            difference = mine.syndrome ^ read_bits(guide.decisions + (place.first + mine.slot) * row_bytes,
+                                                   (int64_t)mine.index * code.num_bits, code.num_bits);
+        for_differing(mine, difference, [&](const struct code_block &block, uint64_t difference) {
+            int64_t row = place.first + block.slot, first = row * width + block.at;
+            int lane = (int)threadIdx.x % WARP, is_known = 1;
+            struct outer scale = read_outer(&RULES, result.outer, PER_ROW ? row : 0);
+            int32_t key[KEYS], m[KEYS];
+            float decode_scale[KEYS];
+            uint32_t flipped[KEYS];
+            for (int i = 0; i < KEYS; i++) {
+                int j = lane + i * WARP, g = (block.at + j) / BLOCK;
+                key[i] = NO_CANDIDATE;
+                if (j >= block.n) continue;
+                is_known &= scratch.amax_bits[block.slot * num_blocks + g] < INF_BITS;
+                uint32_t byte = result.block_scales[row * num_blocks + g];
+                float unit, factor;
+                decode_bytes(&RULES, 1, &byte, scale, &unit, decode_scale + i, &factor);
+                struct on_grid at = place_on_grid(load_bits(x, INPUT, first + j), factor);
+                m[i] = at.m;
+                flipped[i] = (uint32_t)(at.m + alternative_step(at.z, at.m)) | at.sign << 3;
+                if (decode_scale[i] > 0.0f) key[i] = key_of_value(at.z, at.m, limit, j);
+            }
+            struct flips flips = {0, NEVER, 0};
+            if (__all_sync(FULL_MASK, is_known)) flips = cheapest_flips(code, difference, key, scratch.ranking);
+            for (int f = 0; f < flips.num; f++) {
+                int j = scratch.ranking->key[rank_at(flips, f)] & ((1 << INDEX_BITS) - 1);
+                for (int i = 0; i < KEYS; i++) {
+                    if (j != lane + i * WARP) continue;
+                    float value = value_of_code(flipped[i], decode_scale[i]);
+                    if (INPUT == FLOAT32)
+                        static_cast<float *>(result.values)[first + j] = value;
+                    else
+                        static_cast<uint16_t *>(result.values)[first + j] = bf16_bits(value);
+                    if (result.codes) result.codes[first + j] = (uint8_t)flipped[i];
+                }
+            }
+            tally.changed += lane == 0 ? flips.num : 0;
+            tally.undecoded += flips.num == 0 && lane == 0;
+        });
+    });
+}
+
+/* Write the sums over the thread block. */
+DEVICE void count(const struct tally &tally, int32_t *counts) {
+    SHARED int32_t of_warp[32][3];
+    int32_t mine[3] = {tally.changed, tally.in_band, tally.undecoded};
+    for (int i = 0; i < 3; i++) {
+        for (int with = 16; with; with /= 2) mine[i] += __shfl_xor_sync(FULL_MASK, mine[i], with);
+        if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP][i] = mine[i];
+    }
+    __syncthreads();
+    if (threadIdx.x >= 3) return;
+    int32_t sum = 0;
+    for (int w = 0; w < (int)blockDim.x / WARP; w++) sum += of_warp[w][threadIdx.x];
+    counts[blockIdx.x * 3 + threadIdx.x] = sum;
+}
+
+/* Round rows; `threads` of a thread block take each. counts: three for every thread block, values that guidance changed,
+ * values in the band and undecoded blocks; NULL without a guide. */
+KERNEL guided_rows(const void *x, int num_rows, int width, int threads, float band, const uint8_t *valid,
+                   const uint8_t *decisions, const int64_t *code, const void *recorded_outer,
+                   const uint8_t *recorded_scales, const int64_t *scale_code, void *outer, uint8_t *block_scales,
+                   void *values, uint8_t *codes, int32_t *counts) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    struct place place = place_of(num_rows, threads);
+    struct guide guide = {valid, decisions, code, recorded_outer, recorded_scales, scale_code};
+    struct result result = {outer, block_scales, values, codes};
+    struct scratch scratch = scratch_of(shared, width, (int)blockDim.x / threads);
+    struct tally tally = {0, 0, 0};
+    struct values of_block; /* the first block of this thread stays in registers */
+    int num_blocks = width / BLOCK, is_valid = valid && place.is_there && valid[place.row];
+    if (place.is_there && place.thread < num_blocks) of_block = load_block(x, place.row * num_blocks + place.thread);
+    struct outer scale = outer_of_row(place, of_block, x, num_blocks, guide, is_valid, outer);
+    if (SCALES_BY_SYNDROMES) recover_scales(place, guide, x, num_blocks, is_valid, scale, scratch, result, tally);
+    for (int b = place.thread; place.is_there && b < num_blocks; b += threads) {
+        int64_t block = place.row * num_blocks + b;
+        if (b != place.thread) of_block = load_block(x, block);
+        int32_t amax_bits = amax_of(of_block, 0, BLOCK);
+        struct encoded encoded;
+        if (is_valid) {
+            uint32_t byte = guided_byte(guide, block, amax_bits, scale, result);
+            encoded = follow_block(guide, of_block, block, amax_bits, byte, scale, band, tally);
+        } else {
+            encoded = encode_under(of_block, amax_bits, scale_byte_of(amax_bits, x, block, scale), scale);
+        }
+        store_rounded(encoded, block, values, block_scales, codes);
+        if (!BY_SYNDROMES) continue;
+        put_lowest(encoded, scratch.bits + place.slot * words_of_bits(width), b);
+        scratch.amax_bits[place.slot * num_blocks + b] = amax_bits;
+    }
+    if (BY_SYNDROMES)
+        flip_values(place, guide, x, width, HAS_BAND ? band : PLAUSIBLE_DISTANCE, scratch, result, tally);
+    if (counts) count(tally, counts);
+}
+
+/* The largest magnitude of each row, among its finite blocks of 16; a thread block a row. */
+KERNEL row_maxima(const void *x, int width, float *amax) {
+    float largest = row_maximum(x, blockIdx.x, width);
+    if (threadIdx.x == 0) amax[blockIdx.x] = largest;
+}

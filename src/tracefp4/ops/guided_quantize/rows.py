@@ -1,0 +1,74 @@
+"""Rows over threads, for the launchers of this op: the Python side of rows.cuh. This module launches no rounding."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tracefp4.formats.scaling import outer_scale
+from tracefp4.formats.scheme import Scheme
+from tracefp4.ops.device import DeviceLibrary, Launch, aligned
+from tracefp4.ops.kernels import DTYPE, readable
+from tracefp4.ops.nvrtc import Defines
+from tracefp4.ops.rules import rules_of
+
+WARP = 32
+_SHORT_ROWS = 128
+"""Threads of a block whose rows have up to 32 blocks of the scheme: several rows share it."""
+_MAX_THREADS = 512
+
+
+class Shape(NamedTuple):
+    """How rows are spread over threads."""
+
+    rows: int
+    """Rows in all."""
+    of_row: int
+    """Threads of a row."""
+    of_block: int
+    """Threads of a thread block."""
+
+    @property
+    def slots(self) -> int:
+        """Rows of a thread block."""
+        return self.of_block // self.of_row
+
+    @property
+    def grid(self) -> int:
+        """Thread blocks."""
+        return -(-self.rows // self.slots)
+
+
+def shape_of(x_NK: Tensor, scheme: Scheme) -> Shape:
+    """Return how the rows of x are spread over threads: a block of the scheme each, if there are enough."""
+    rows, num_blocks = x_NK.shape[0], x_NK.shape[1] // scheme.block_size
+    if num_blocks <= WARP:
+        return Shape(rows, 1 << (num_blocks - 1).bit_length(), _SHORT_ROWS)
+    threads = min(-(-num_blocks // WARP) * WARP, _MAX_THREADS)
+    return Shape(rows, threads, threads)
+
+
+def readable_rows(x: Tensor) -> Tensor:
+    """Return x as the kernels read it: contiguous and aligned float32 or bf16."""
+    return aligned(readable(x if x.dtype is torch.bfloat16 else x.to(torch.float32)))
+
+
+def outer_of(
+    x_NK: Tensor, scheme: Scheme, exponent: int | None, library: DeviceLibrary, defines: Defines
+) -> Tensor:
+    """Return the outer scales; those of rows are not found yet. The library has a kernel `row_maxima`."""
+    if scheme.outer == "row":
+        dtype = torch.int8 if scheme.is_exact_in_bf16 else torch.float32
+        return torch.empty(len(x_NK), dtype=dtype, device=x_NK.device)
+    amax = torch.empty((len(x_NK), 1), device=x_NK.device)
+    if scheme.outer == "tensor":
+        threads = min(-(-x_NK.shape[1] // (scheme.block_size * WARP)) * WARP, _MAX_THREADS)
+        launch = Launch("row_maxima", (len(x_NK),), threads, defines)
+        library.launch(launch, x_NK, x_NK.shape[1], amax, device=x_NK.device)
+    return outer_scale(amax, scheme, exponent)
+
+
+def row_variant(x_NK: Tensor, scheme: Scheme) -> dict[str, int | str]:
+    """Return the defines of rows.cuh."""
+    rules = ",".join(str(n) for n in rules_of(scheme).tolist())
+    return {"SCHEME": rules, "DTYPE": DTYPE[x_NK.dtype], "PER_ROW": int(scheme.outer == "row")}

@@ -1,0 +1,392 @@
+/* kv_attention on a GPU, decoding and prefill alike. The columns of a matrix product are pairs (query, query head of the
+ * group), the rows are 16 tokens; a thread block attends for COLUMNS of them to the pages of one sequence and kv head. Its
+ * warps take the tiles of a split in turn, each with copies of its next STAGES - 1 tiles under way.
+ *
+ * What a sequence gets depends on nothing else: a split has SPLIT tokens whatever the batch is, warps and splits are added
+ * in their order, by this kernel or by `combine`, with the same operations. Probabilities are 2^(s - m) with s in units
+ * of log2 and m an integer, the largest s seen so far rounded up. So all rescaling is by powers of two and exact, and what
+ * a probability is rounded to does not depend on when the largest was seen. Rounded ones are what is summed: the weights of
+ * V add up to one, and a token that is seen alone is returned as it is.
+ *
+ * Operands that 16 bits do not hold are sums of several (QUERY_PARTS, PROBABILITY_PARTS). Queries for FP4 pages are
+ * multiplied by a power of two per row that brings the largest to [2^14, 2^15), so none is outside of fp16.
+ *
+ * Defines: those of pages.cuh; QUERY, `enum dtype`; QUERY_PARTS; PROBABILITY_PARTS; ROUNDS; SPLIT; NT, tiles of 8 columns;
+ * WARPS; STAGES, at least 2. */
+
+#include "pages.cuh"
+
+enum {
+    COLUMNS = 8 * NT,
+    THREADS = WARPS * WARP,
+    SPLIT_TILES = SPLIT / TILE,
+    STRIDE = HEAD_DIM + 4, /* between columns in shared memory: lanes of a warp write to different banks */
+    LIFT = IS_FP4 ? 15 : 0 /* probabilities are multiplied by 2^LIFT: fp16 then holds them down to 2^-39 */
+};
+static_assert(SPLIT_TILES % WARPS == 0, "every warp has the same share of a split, and none of two at a time");
+#define LOWEST (-0x1p127f) /* m before any token */
+
+/* What one launch is about. */
+struct problem {
+    const void *queries;
+    const int64_t *table, *positions;
+    void *out;
+    float *partial, *partial_sums; /* [sequences, kv heads, splits, columns] of HEAD_DIM, and of (m, l); or null */
+    int num_queries, group, num_kv, num_pages, num_splits, num_columns;
+};
+
+/* Sums of a warp over its tiles of a split: o of dim 16 k + g + 8 (c / 2) and column 8 n + 2 j + c % 2, without 2^m. */
+struct sums {
+    float o[NT][BLOCKS][4];
+    float m[NT][2], l[NT][2];
+};
+
+/* The queries as B operands, and what turns their products with K into scores in units of log2. */
+struct queries {
+    uint32_t b[QUERY_PARTS][NT][BLOCKS][2];
+    float factor[NT][2][2]; /* two factors each: one power of two would not fit into a float */
+    int num_visible[NT][2];
+};
+
+/* What all warps share. */
+struct merged {
+    float o[COLUMNS * STRIDE], total[COLUMNS * STRIDE];
+    float m_of_warp[WARPS][COLUMNS], l_of_warp[WARPS][COLUMNS];
+    float m[COLUMNS], l[COLUMNS], total_m[COLUMNS], total_l[COLUMNS];
+    int num_visible[COLUMNS];
+};
+
+/* 2^d for an integer d <= 0; 0 below 2^-126 and for NaN. */
+DEVICE float power_below_one(float d) { return float_of((uint32_t)((int)fmaxf(d, -127.0f) + 127) << 23); }
+
+/* Two 16-bit numbers, widened. */
+DEVICE float2 pair_of(uint32_t two, enum dtype dtype) {
+    uint16_t half[2] = {(uint16_t)two, (uint16_t)(two >> 16)};
+    return make_float2(float_of(load_bits(half, dtype, 0)), float_of(load_bits(half, dtype, 1)));
+}
+
+/* Element i of the queries and the next; i is even. */
+DEVICE float2 load_pair(const void *x, int64_t i) {
+    if (QUERY == FLOAT32) return static_cast<const float2 *>(x)[i / 2];
+    return pair_of(static_cast<const uint32_t *>(x)[i / 2], (enum dtype)QUERY);
+}
+
+/* Two numbers in the 16 bits of the pages' products; what they lack stays in x and y. */
+DEVICE uint32_t take_part(float &x, float &y) {
+    uint32_t part = IS_FP4 ? f16x2_of(x, y) : bf16x2_of(x, y);
+    float2 found = pair_of(part, IS_FP4 ? FLOAT16 : BFLOAT16);
+    x -= found.x;
+    y -= found.y;
+    return part;
+}
+
+DEVICE void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if (IS_FP4)
+        mma_f16(c, a, b0, b1);
+    else
+        mma_bf16(c, a, b0, b1);
+}
+
+/* Where row (sequence, query, head) of queries and output begins. */
+DEVICE int64_t row_of(const struct problem &problem, int sequence, int kv_head, int column) {
+    int64_t query = (int64_t)sequence * problem.num_queries + column / problem.group;
+    return (query * problem.num_kv + kv_head) * ((int64_t)problem.group * HEAD_DIM) +
+           column % problem.group * HEAD_DIM;
+}
+
+/* How many tokens a column sees: those up to its own. */
+DEVICE int visible(const struct problem &problem, int sequence, int column, int page_tokens) {
+    if (column >= problem.num_columns) return 0;
+    int64_t position = problem.positions[(int64_t)sequence * problem.num_queries + column / problem.group];
+    if (position < 0 || position >= (int64_t)problem.num_pages * page_tokens) stop_here();
+    return (int)position + 1;
+}
+
+DEVICE void load_queries(struct queries &queries, const struct problem &problem, int sequence, int kv_head, int first,
+                         int key_exponent, float scale, int page_tokens) {
+    int lane = (int)threadIdx.x % WARP, g = lane / 4, j = lane % 4;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        int column = first + 8 * n + g, is_there = column < problem.num_columns;
+        int64_t row = is_there ? row_of(problem, sequence, kv_head, column) : 0;
+        int32_t largest = 0;
+#pragma unroll
+        for (int i = 0; IS_FP4 && i < 2 * BLOCKS; i++) {
+            float2 two = load_pair(problem.queries, row + 8 * i + 2 * j);
+            largest = most(largest, most((int32_t)(bits_of(two.x) & MAGNITUDE_BITS), (int32_t)(bits_of(two.y) & MAGNITUDE_BITS)));
+        }
+        largest = most(largest, __shfl_xor_sync(FULL_MASK, largest, 1));
+        largest = most(largest, __shfl_xor_sync(FULL_MASK, largest, 2));
+        int shift = IS_FP4 ? least(14 + 127 - (largest >> 23), 127) : 0;
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; i++) {
+            float2 two = load_pair(problem.queries, row + 8 * i + 2 * j);
+            float x = is_there ? two.x * power_of_two(shift) : 0.0f, y = is_there ? two.y * power_of_two(shift) : 0.0f;
+#pragma unroll
+            for (int part = 0; part < QUERY_PARTS; part++) queries.b[part][n][i / 2][i % 2] = take_part(x, y);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int exponent = CODE_EXPONENT + key_exponent - __shfl_sync(FULL_MASK, shift, 4 * (2 * j + i));
+            queries.factor[n][i][0] = power_of_two(exponent >> 1);
+            queries.factor[n][i][1] = power_of_two(exponent - (exponent >> 1)) * scale;
+            queries.num_visible[n][i] = visible(problem, sequence, first + 8 * n + 2 * j + i, page_tokens);
+        }
+    }
+}
+
+/* The tokens that any of the block's columns sees. */
+DEVICE int most_visible(const struct queries &queries) {
+    int most_of_all = 0;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) most_of_all = most(most_of_all, queries.num_visible[n][i]);
+    most_of_all = most(most_of_all, __shfl_xor_sync(FULL_MASK, most_of_all, 1));
+    return most(most_of_all, __shfl_xor_sync(FULL_MASK, most_of_all, 2));
+}
+
+/* Raise m where a score lies above it, and rescale what was added under the old one. */
+DEVICE void raise(struct sums &sums, const float (&score)[NT][4]) {
+    int rises = 0;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) rises |= fmaxf(score[n][i], score[n][2 + i]) > sums.m[n][i];
+    if (!__any_sync(FULL_MASK, rises)) return;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float top = fmaxf(score[n][i], score[n][2 + i]);
+            for (int with = 4; with < WARP; with *= 2) top = fmaxf(top, __shfl_xor_sync(FULL_MASK, top, with));
+            float m = fmaxf(sums.m[n][i], ceilf(top)), factor = power_below_one(sums.m[n][i] - m);
+            sums.m[n][i] = m;
+            sums.l[n][i] *= factor;
+#pragma unroll
+            for (int k = 0; k < BLOCKS; k++) {
+                sums.o[n][k][i] *= factor;
+                sums.o[n][k][2 + i] *= factor;
+            }
+        }
+}
+
+/* Add the tokens of one tile, which begin at `token`. */
+DEVICE void add_tile(struct sums &sums, const struct queries &queries, const uint8_t *tile, int token) {
+    int lane = (int)threadIdx.x % WARP, g = lane / 4;
+    float score[NT][4] = {};
+    for_keys(tile, lane, [&](int k, const uint32_t(&a)[4]) {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int part = 0; part < QUERY_PARTS; part++)
+                multiply(score[n], a, queries.b[part][n][k][0], queries.b[part][n][k][1]);
+    });
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            float found = score[n][c] * queries.factor[n][c % 2][0] * queries.factor[n][c % 2][1];
+            score[n][c] = token + g + 8 * (c / 2) < queries.num_visible[n][c % 2] ? found : -float_of(INF_BITS);
+        }
+    raise(sums, score);
+    uint32_t b[PROBABILITY_PARTS][NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float x = exp2_fast(score[n][2 * half] - (sums.m[n][0] - (float)LIFT));
+            float y = exp2_fast(score[n][2 * half + 1] - (sums.m[n][1] - (float)LIFT));
+            if (ROUNDS) {
+                uint32_t rounded = bf16x2_of(x, y);
+                x = float_of(rounded << 16);
+                y = float_of(rounded & 0xFFFF0000u);
+            }
+            sums.l[n][0] += x;
+            sums.l[n][1] += y;
+#pragma unroll
+            for (int part = 0; part < PROBABILITY_PARTS; part++) b[part][n][half] = transpose_8x8(take_part(x, y));
+        }
+    for_values(tile + PART_BYTES, lane, [&](int k, const uint32_t(&a)[4]) {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int part = 0; part < PROBABILITY_PARTS; part++)
+                multiply(sums.o[n][k], a, b[part][n][0], b[part][n][1]);
+    });
+}
+
+/* Add the warps' sums of a split, in their order, into merged.o, .m and .l. */
+DEVICE void merge_warps(struct merged &merged, struct sums &sums) {
+    int thread = (int)threadIdx.x, lane = thread % WARP, warp = thread / WARP, g = lane / 4, j = lane % 4;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            for (int with = 4; with < WARP; with *= 2)
+                sums.l[n][i] += __shfl_xor_sync(FULL_MASK, sums.l[n][i], with);
+            if (g) continue;
+            merged.m_of_warp[warp][8 * n + 2 * j + i] = sums.m[n][i];
+            merged.l_of_warp[warp][8 * n + 2 * j + i] = sums.l[n][i];
+        }
+    __syncthreads();
+    if (thread < COLUMNS) {
+        float m = LOWEST, l = 0.0f;
+        for (int w = 0; w < WARPS; w++) m = fmaxf(m, merged.m_of_warp[w][thread]);
+        for (int w = 0; w < WARPS; w++)
+            l += merged.l_of_warp[w][thread] * power_below_one(merged.m_of_warp[w][thread] - m);
+        merged.m[thread] = m;
+        merged.l[thread] = l;
+    }
+    for (int w = 0; w < WARPS; w++) {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                if (w != warp) continue;
+                int column = 8 * n + 2 * j + i;
+                float m = LOWEST;
+                for (int v = 0; v < WARPS; v++) m = fmaxf(m, merged.m_of_warp[v][column]);
+                float factor = power_below_one(sums.m[n][i] - m);
+#pragma unroll
+                for (int k = 0; k < BLOCKS; k++)
+#pragma unroll
+                    for (int c = i; c < 4; c += 2) {
+                        float *to = merged.o + column * STRIDE + 16 * k + g + 8 * (c / 2);
+                        *to = (w ? *to : 0.0f) + sums.o[n][k][c] * factor;
+                    }
+            }
+        __syncthreads();
+    }
+}
+
+/* The sum of a total and the next split, each without its 2^m. */
+DEVICE float folded(float total, float m_total, float part, float m_part) {
+    float m = fmaxf(m_total, m_part);
+    return total * power_below_one(m_total - m) + part * power_below_one(m_part - m);
+}
+
+/* Add the merged split to the totals of the columns that see some of it. */
+DEVICE void fold_split(struct merged &merged, int split) {
+    int thread = (int)threadIdx.x;
+    for (int i = thread; i < COLUMNS * HEAD_DIM; i += THREADS) {
+        int column = i / HEAD_DIM, at = column * STRIDE + i % HEAD_DIM;
+        if (merged.num_visible[column] <= split * SPLIT) continue;
+        merged.total[at] = folded(split ? merged.total[at] : 0.0f, merged.total_m[column], merged.o[at], merged.m[column]);
+    }
+    __syncthreads();
+    if (thread < COLUMNS && merged.num_visible[thread] > split * SPLIT) {
+        merged.total_l[thread] = folded(merged.total_l[thread], merged.total_m[thread], merged.l[thread], merged.m[thread]);
+        merged.total_m[thread] = fmaxf(merged.total_m[thread], merged.m[thread]);
+    }
+    __syncthreads();
+}
+
+DEVICE void store_result(const struct problem &problem, int64_t i, float o, float l, int value_exponent) {
+    float x = o / l * power_of_two(CODE_EXPONENT) * power_of_two(value_exponent);
+    if (QUERY == FLOAT32)
+        static_cast<float *>(problem.out)[i] = x;
+    else
+        static_cast<uint16_t *>(problem.out)[i] = (uint16_t)(QUERY == BFLOAT16 ? bf16x2_of(x, x) : f16x2_of(x, x));
+}
+
+/* Store the sums of a split for `combine`. */
+DEVICE void store_partial(const struct problem &problem, const struct merged &merged, int64_t split, int first) {
+    for (int i = (int)threadIdx.x; i < COLUMNS * HEAD_DIM; i += THREADS) {
+        int column = i / HEAD_DIM, d = i % HEAD_DIM;
+        if (first + column >= problem.num_columns) return;
+        int64_t at = split * problem.num_columns + first + column;
+        problem.partial[at * HEAD_DIM + d] = merged.o[column * STRIDE + d];
+        if (d) continue;
+        problem.partial_sums[2 * at] = merged.m[column];
+        problem.partial_sums[2 * at + 1] = merged.l[column];
+    }
+}
+
+/* Grid: sequences times kv heads; tiles of columns; groups of `block_splits` splits, which a block takes in turn. Where
+ * there is one group, the block adds them up and `partial` is null. */
+KERNEL __launch_bounds__(WARPS * 32) attend(const void *query_rows, const uint8_t *keys, const uint8_t *key_scales,
+                                            const uint8_t *values, const uint8_t *value_scales, const int64_t *table,
+                                            const int64_t *positions, void *out, float *partial, float *partial_sums,
+                                            int num_queries, int group, int num_kv, int num_pages, int num_splits,
+                                            int block_splits, int num_frames, int tiles_per_page, int key_exponent,
+                                            int value_exponent, float scale) {
+    DYNAMIC_SHARED(uint8_t, shared);
+    struct merged &merged = *reinterpret_cast<struct merged *>(shared + WARPS * STAGES * TILE_BYTES);
+    struct problem problem = {query_rows, table, positions, out, partial, partial_sums, num_queries, group,
+                              num_kv, num_pages, num_splits, num_queries * group};
+    struct pages pages = {keys, key_scales, values, value_scales, num_frames, tiles_per_page};
+    int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, first = (int)blockIdx.y * COLUMNS;
+    int sequence = (int)blockIdx.x / num_kv, kv_head = (int)blockIdx.x % num_kv;
+    struct queries queries;
+    load_queries(queries, problem, sequence, kv_head, first, key_exponent, scale, tiles_per_page * TILE);
+    int num_tiles = (most_visible(queries) + TILE - 1) / TILE, split = (int)blockIdx.z * block_splits;
+    int last = least(split + block_splits, (num_tiles + SPLIT_TILES - 1) / SPLIT_TILES);
+    if (split * SPLIT_TILES >= num_tiles) return; /* `combine` does not read it either */
+    if ((int)threadIdx.x < COLUMNS) {
+        merged.total_m[threadIdx.x] = LOWEST;
+        merged.total_l[threadIdx.x] = 0.0f;
+        merged.num_visible[threadIdx.x] =
+            visible(problem, sequence, first + (int)threadIdx.x, tiles_per_page * TILE);
+    }
+    int end = least(last * SPLIT_TILES, num_tiles), next = split * SPLIT_TILES + warp, stage = 0;
+    const int64_t *frames = table + (int64_t)sequence * num_pages;
+    int64_t frame = next < end ? frames[next / tiles_per_page] : 0;
+    uint8_t *ring = shared + warp * STAGES * TILE_BYTES;
+    auto copy_next = [&]() {
+        if (next < end) {
+            if (frame < 0 || frame >= num_frames) stop_here();
+            int64_t tile = ((int64_t)kv_head * num_frames + frame) * tiles_per_page + next % tiles_per_page;
+            copy_tile(ring + stage * TILE_BYTES, pages, tile, lane);
+        }
+        commit_copies();
+        next += WARPS;
+        if (next < end) frame = frames[next / tiles_per_page]; /* one copy ahead of its use */
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    };
+    for (int s = 0; s < STAGES - 1; s++) copy_next();
+    for (int current = 0; split < last; split++) {
+        struct sums sums = {};
+#pragma unroll
+        for (int n = 0; n < NT; n++) sums.m[n][0] = sums.m[n][1] = LOWEST;
+        for (int t = split * SPLIT_TILES + warp; t < least((split + 1) * SPLIT_TILES, num_tiles); t += WARPS) {
+            await_copies<STAGES - 2>();
+            __syncwarp(); /* the tile is there for all lanes, and nobody reads the one before it */
+            copy_next();
+            add_tile(sums, queries, ring + current * TILE_BYTES, t * TILE);
+            current = current + 1 == STAGES ? 0 : current + 1;
+        }
+        merge_warps(merged, sums);
+        if (partial)
+            store_partial(problem, merged, (int64_t)blockIdx.x * num_splits + split, first);
+        else
+            fold_split(merged, split);
+    }
+    await_copies<0>();
+    if (partial) return;
+    for (int i = (int)threadIdx.x; i < COLUMNS * HEAD_DIM; i += THREADS) {
+        int column = i / HEAD_DIM, d = i % HEAD_DIM;
+        if (first + column >= problem.num_columns) return;
+        store_result(problem, row_of(problem, sequence, kv_head, first + column) + d, merged.total[column * STRIDE + d],
+                     merged.total_l[column], value_exponent);
+    }
+}
+
+/* Add the splits in their order: a block per column, a thread per dim. Grid: sequences times kv heads; columns. */
+KERNEL combine(const float *partial, const float *partial_sums, const int64_t *positions, void *out, int num_queries,
+               int group, int num_kv, int num_splits, int value_exponent) {
+    struct problem problem = {nullptr, nullptr, positions, out, nullptr, nullptr, num_queries, group,
+                              num_kv, 0, num_splits, num_queries * group};
+    int sequence = (int)blockIdx.x / num_kv, kv_head = (int)blockIdx.x % num_kv, column = (int)blockIdx.y;
+    int d = (int)threadIdx.x;
+    int64_t position = positions[(int64_t)sequence * num_queries + column / group];
+    float total = 0.0f, total_l = 0.0f, total_m = LOWEST;
+    for (int split = 0; split <= (int)(position / SPLIT); split++) {
+        int64_t at = ((int64_t)blockIdx.x * num_splits + split) * problem.num_columns + column;
+        float m = partial_sums[2 * at], l = partial_sums[2 * at + 1];
+        total = folded(total, total_m, partial[at * HEAD_DIM + d], m);
+        total_l = folded(total_l, total_m, l, m);
+        total_m = fmaxf(total_m, m);
+    }
+    store_result(problem, row_of(problem, sequence, kv_head, column) + d, total, total_l, value_exponent);
+}

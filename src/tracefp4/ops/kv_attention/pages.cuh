@@ -1,0 +1,124 @@
+/* K and V of a page as the A operand of matrix products, 16 tokens at a time. FP4 pages are in fragment order
+ * (formats/fragments.py): a lane's 16 bytes hold its part of four blocks. bf16 pages are in plain order and their
+ * fragments are read as matrices.
+ *
+ * A code at bits {15, 11..9} reads as its value * 2^-14 in fp16; times an E4M3 scale that is exact in fp16, down to its last
+ * subnormal. What is left, 2^14 and the outer scale, goes to the float32 sums.
+ *
+ * Defines: HEAD_DIM, a multiple of 64 up to 256; IS_FP4. */
+
+#ifndef TRACEFP4_KV_PAGES_CUH
+#define TRACEFP4_KV_PAGES_CUH
+
+#include "device.cuh"
+
+enum {
+    TILE = 16,
+    BLOCKS = HEAD_DIM / 16,
+    CODE_BYTES = TILE * HEAD_DIM / 2,
+    SCALE_BYTES = TILE * BLOCKS,
+    ROW_BYTES = 2 * HEAD_DIM, /* of bf16 */
+    CODE_EXPONENT = IS_FP4 ? 14 : 0,
+    PART_BYTES = IS_FP4 ? CODE_BYTES + SCALE_BYTES : TILE * ROW_BYTES, /* one tile of K or of V in shared memory */
+    TILE_BYTES = 2 * PART_BYTES
+};
+
+/* Pages of one layer: [heads, frames, tiles per page] of tiles; scales are null for bf16. */
+struct pages {
+    const uint8_t *keys, *key_scales, *values, *value_scales;
+    int num_frames, tiles_per_page;
+};
+
+DEVICE void copy_part(uint8_t *to, const uint8_t *from, int lane) {
+    for (int i = lane; i < (IS_FP4 ? CODE_BYTES : TILE * ROW_BYTES) / 16; i += WARP) {
+        int row = i / (ROW_BYTES / 16), piece = i % (ROW_BYTES / 16);
+        /* bf16 rows lie so that eight rows at one place are in different banks */
+        int at = IS_FP4 ? i : row * (ROW_BYTES / 16) + (piece ^ (row & 7));
+        copy_async(to + 16 * at, from + 16 * i, 1);
+    }
+}
+
+/* Begin to copy a tile to shared memory, by one warp. */
+DEVICE void copy_tile(uint8_t *to, const struct pages &pages, int64_t tile, int lane) {
+    int64_t bytes = IS_FP4 ? CODE_BYTES : TILE * ROW_BYTES;
+    copy_part(to, pages.keys + tile * bytes, lane);
+    copy_part(to + PART_BYTES, pages.values + tile * bytes, lane);
+    if (IS_FP4 && lane < 2 * (SCALE_BYTES / 16)) {
+        int is_v = lane >= SCALE_BYTES / 16, i = lane % (SCALE_BYTES / 16);
+        const uint8_t *from = (is_v ? pages.value_scales : pages.key_scales) + tile * SCALE_BYTES;
+        copy_async(to + is_v * PART_BYTES + CODE_BYTES + 16 * i, from + 16 * i, 1);
+    }
+}
+
+/* Nibble n of both halves as two fp16, times 2^-14. */
+DEVICE uint32_t nibble_pair(uint32_t word, int n) {
+    uint32_t sign = n == 0 ? word << 12 : n == 1 ? word << 8 : n == 2 ? word << 4 : word;
+    uint32_t magnitude = n == 0 ? word << 9 : n == 1 ? word << 5 : n == 2 ? word << 1 : word >> 3;
+    return (sign & 0x80008000u) | (magnitude & 0x0E000E00u);
+}
+
+DEVICE uint32_t word_of(uint4 four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
+
+/* Give the A operand of every block of 16 dims of K, tokens as rows, to use(block, a). */
+template <class Use> DEVICE void for_keys(const uint8_t *part, int lane, Use use) {
+    uint32_t a[4];
+    if (IS_FP4) {
+        const uint4 *codes = reinterpret_cast<const uint4 *>(part);
+        const uint2 *scales = reinterpret_cast<const uint2 *>(part + CODE_BYTES + lane / 4 * (2 * BLOCKS));
+#pragma unroll
+        for (int u = 0; u < BLOCKS / 4; u++) {
+            uint4 four = codes[u * WARP + lane];
+            uint2 bytes = scales[u];
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                uint32_t word = word_of(four, c);
+                uint32_t two = f16x2_of_e4m3x2((c < 2 ? bytes.x : bytes.y) >> 16 * (c % 2) & 0xFFFF);
+                uint32_t of_g = __byte_perm(two, two, 0x1010), of_g_8 = __byte_perm(two, two, 0x3232);
+                a[0] = mul_f16x2(nibble_pair(word, 0), of_g);
+                a[1] = mul_f16x2(nibble_pair(word, 2), of_g_8);
+                a[2] = mul_f16x2(nibble_pair(word, 1), of_g);
+                a[3] = mul_f16x2(nibble_pair(word, 3), of_g_8);
+                use(4 * u + c, a);
+            }
+        }
+        return;
+    }
+    int row = lane % 16, right = lane / 16;
+#pragma unroll
+    for (int k = 0; k < BLOCKS; k++) {
+        load_matrices(a, part + row * ROW_BYTES + ((2 * k + right) ^ (row & 7)) * 16);
+        use(k, a);
+    }
+}
+
+/* The same of V, dims as rows and tokens as columns. */
+template <class Use> DEVICE void for_values(const uint8_t *part, int lane, Use use) {
+    uint32_t a[4];
+    if (IS_FP4) {
+        const uint4 *codes = reinterpret_cast<const uint4 *>(part);
+        const uint4 *scales = reinterpret_cast<const uint4 *>(part + CODE_BYTES + lane % 4 * (4 * BLOCKS));
+#pragma unroll
+        for (int u = 0; u < BLOCKS / 4; u++) {
+            uint4 four = codes[u * WARP + lane], bytes = scales[u];
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                uint32_t word = word_of(four, c), scale = word_of(bytes, c);
+                uint32_t first = f16x2_of_e4m3x2(scale & 0xFFFF), second = f16x2_of_e4m3x2(scale >> 16);
+                a[0] = mul_f16x2(nibble_pair(word, 0), first);
+                a[1] = mul_f16x2(nibble_pair(word, 1), first);
+                a[2] = mul_f16x2(nibble_pair(word, 2), second);
+                a[3] = mul_f16x2(nibble_pair(word, 3), second);
+                use(4 * u + c, a);
+            }
+        }
+        return;
+    }
+    int row = lane / 16 * 8 + lane % 8, right = lane / 8 % 2;
+#pragma unroll
+    for (int k = 0; k < BLOCKS; k++) {
+        load_matrices_transposed(a, part + row * ROW_BYTES + ((2 * k + right) ^ (row & 7)) * 16);
+        use(k, a);
+    }
+}
+
+#endif

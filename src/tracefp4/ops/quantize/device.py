@@ -1,0 +1,99 @@
+"""quantize by the kernels of kernel.cu: the same bytes as `reference.py`, x read once."""
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tracefp4.formats.scaling import outer_scale
+from tracefp4.formats.scheme import Scheme
+from tracefp4.formats.schemes import SCHEMES
+from tracefp4.formats.tensor import BlockTensor
+from tracefp4.ops.device import DeviceLibrary, Launch, aligned
+from tracefp4.ops.kernels import DTYPE, check_values, first_difference, readable
+from tracefp4.ops.quantize.reference import quantize_reference, quantize_with_scales_reference
+from tracefp4.ops.rules import rules_of
+
+_MAX_THREADS = 512
+"""Threads of a block: enough of them per multiprocessor, and a row of 8,192 elements at a time."""
+
+
+def quantize_on_device(x: Tensor, scheme: Scheme, exponent: int | None) -> BlockTensor:
+    """Quantize a checked tensor; see `quantize`."""
+    x = aligned(readable(x))
+    lead, width = x.shape[:-1], x.shape[-1]
+    block_scales = torch.empty((*lead, width // scheme.block_size), dtype=torch.uint8, device=x.device)
+    packed = torch.empty((*lead, width // 2), dtype=torch.uint8, device=x.device)
+    if scheme.outer == "row":
+        dtype = torch.int8 if scheme.is_exact_in_bf16 else torch.float32
+        outer = torch.empty(lead, dtype=dtype, device=x.device)
+        launch = _over_rows("quantize_row", x, scheme)
+        LIBRARY.launch(launch, x, width, outer, block_scales, packed, device=x.device)
+    else:
+        amax = torch.empty((*lead, 1) if scheme.outer == "tensor" else 0, device=x.device)
+        if scheme.outer == "tensor":
+            LIBRARY.launch(_over_rows("row_maxima", x, scheme), x, width, amax, device=x.device)
+        outer = outer_scale(amax, scheme, exponent)
+        _encode(x, scheme, outer, block_scales, packed, has_scales=False)
+    return BlockTensor(packed=packed, block_scales=block_scales, outer=outer, scheme=scheme)
+
+
+def quantize_with_scales_on_device(
+    x: Tensor, block_scales: Tensor, outer: Tensor, scheme: Scheme
+) -> BlockTensor:
+    """Choose the codes of a checked tensor under given scales; see `quantize_with_scales`."""
+    x = aligned(readable(x))
+    block_scales = block_scales.clone(memory_format=torch.contiguous_format)
+    packed = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
+    _encode(x, scheme, outer.contiguous(), block_scales, packed, has_scales=True)
+    return BlockTensor(packed=packed, block_scales=block_scales, outer=outer, scheme=scheme)
+
+
+def variant(x: Tensor, scheme: Scheme) -> dict[str, int | str]:
+    """Return the defines under which kernel.cu is compiled for a tensor and a scheme."""
+    return {"SCHEME": ",".join(str(n) for n in rules_of(scheme).tolist()), "DTYPE": DTYPE[x.dtype]}
+
+
+def _over_rows(kernel: str, x: Tensor, scheme: Scheme) -> Launch:
+    """A thread block per row, as wide as the row has blocks."""
+    num_blocks = x.shape[-1] // scheme.block_size
+    threads = min(-(-num_blocks // 32) * 32, _MAX_THREADS)
+    return Launch(kernel, (prod(x.shape[:-1]),), threads, variant(x, scheme))
+
+
+def _encode(
+    x: Tensor, scheme: Scheme, outer: Tensor, block_scales: Tensor, packed: Tensor, *, has_scales: bool
+) -> None:
+    """Write the codes of x under outer scales that are known, and block scales unless they are given."""
+    rows, width = prod(x.shape[:-1]), x.shape[-1]
+    rows_per_outer = max(1, prod(x.shape[outer.dim() : -1]))
+    launch = Launch("quantize_blocks", (-(-block_scales.numel() // 256),), 256, variant(x, scheme))
+    operands = (x, rows, width, rows_per_outer, outer, int(has_scales))
+    LIBRARY.launch(launch, *operands, block_scales, packed, device=x.device)
+
+
+def differences(device: torch.device) -> str | None:
+    """Compare with the reference, for one scheme of each kind; return what differs, or None."""
+    return first_difference(_pairs(device))
+
+
+def _pairs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
+    x = check_values().to(device)
+    for scheme in {(s.order, s.scale_rule, s.candidates, s.outer): s for s in SCHEMES.values()}.values():
+        exponent = 3 if scheme.outer == "static" else None
+        for dtype in (torch.float32, torch.bfloat16):
+            got = quantize_on_device(x.to(dtype), scheme, exponent)
+            wanted = quantize_reference(x.to(dtype), scheme, exponent)
+            yield "outer scales", got.outer, wanted.outer
+            yield "block scales", got.block_scales, wanted.block_scales
+            yield "packed codes", got.packed, wanted.packed
+            given = (x.flip(0).to(dtype), wanted.block_scales, wanted.outer, scheme)
+            got, wanted = quantize_with_scales_on_device(*given), quantize_with_scales_reference(*given)
+            yield "given block scales", got.block_scales, wanted.block_scales
+            yield "packed codes under given scales", got.packed, wanted.packed
+
+
+LIBRARY = DeviceLibrary(Path(__file__).with_name("kernel.cu"), differences)
+"""The kernels of kernel.cu."""

@@ -1,0 +1,117 @@
+"""Faults in kernels for GPUs, which the emulation of CUDA must show."""
+
+from tests.mutants.mutation import Mutation
+
+_QUANTIZE = "src/tracefp4/ops/quantize/kernel.cu"
+_BLOCKS = "src/tracefp4/ops/blocks.cuh"
+_FOLDER = "src/tracefp4/ops/guided_quantize/"
+_TESTS = "tests/ops/test_quantize_device.py::test_bytes_are_those_of_the_reference"
+_DEQUANTIZE = "tests/ops/test_dequantize_device.py::"
+_GUIDED = "tests/ops/test_guided_quantize_device.py::"
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        name="device_maxima_read_before_they_are_there",
+        fault="The maxima of the warps are read without a barrier after they were written.",
+        path=_BLOCKS,
+        old="    __syncthreads();\n    int32_t largest = 0;\n    for (int w = 0;",
+        new="    int32_t largest = 0;\n    for (int w = 0;",
+        tests=(_TESTS,),
+    ),
+    Mutation(
+        name="device_outer_scale_read_before_it_is_there",
+        fault="Threads read the outer scale of their row before the first one wrote it.",
+        path=_QUANTIZE,
+        old="    __syncthreads();\n    struct outer scale",
+        new="    struct outer scale",
+        tests=(_TESTS,),
+    ),
+    Mutation(
+        name="device_first_block_for_all",
+        fault="A thread with several blocks of a wide row encodes its first one again.",
+        path=_QUANTIZE,
+        old="if (b != mine) values = load_block(x, first + b);",
+        new="",
+        tests=(_TESTS,),
+    ),
+    Mutation(
+        name="device_midpoints_all_excluded",
+        fault="A midpoint goes to the smaller code, also where the even one is the larger.",
+        path=_BLOCKS,
+        old="i % 2 ? at_least_bf16x2(magnitude, limit[i]) : above_bf16x2(magnitude, limit[i])",
+        new="above_bf16x2(magnitude, limit[i])",
+        tests=("tests/ops/test_quantize_device.py::test_every_bf16_number_under_every_scale",),
+    ),
+    Mutation(
+        name="device_tail_of_the_grid",
+        fault="Threads beyond the last block write.",
+        path=_QUANTIZE,
+        old="    if (row >= num_rows) return;\n",
+        new="",
+        tests=("tests/ops/test_quantize_device.py::test_nothing_is_written_beyond_the_end",),
+    ),
+    Mutation(
+        name="device_cache_believed",
+        fault="Kept machine code is used whatever its digest.",
+        path="src/tracefp4/ops/nvrtc.py",
+        old="if digest_of(path) == path.stem:",
+        new="if path.stem:",
+        tests=("tests/ops/test_quantize_device.py::test_the_file_compiles_for",),
+    ),
+    Mutation(
+        name="device_signs_in_the_other_order",
+        fault="The second code of a pair takes the sign of the fourth.",
+        path="src/tracefp4/ops/decoding.cuh",
+        old="four << 24 & 0x80000000",
+        new="four << 16 & 0x80000000",
+        tests=(_DEQUANTIZE + "test_every_code_under_every_scale",),
+    ),
+    Mutation(
+        name="device_syndrome_of_a_short_block_reads_on",
+        fault="The last block of a row takes bits beyond the row.",
+        path="src/tracefp4/ops/syndromes.cuh",
+        old="        if (n - from < PIECE) piece &= (1u << (n - from)) - 1;\n",
+        new="",
+        tests=("tests/ops/test_syndromes_device.py::test_bytes_are_those_of_the_reference",),
+    ),
+    Mutation(
+        name="device_rows_of_a_warp_share_a_maximum",
+        fault="Short rows of one warp take the outer scale of the largest of them.",
+        path=_FOLDER + "rows.cuh",
+        old="for (int with = place.threads / 2;",
+        new="for (int with = WARP / 2;",
+        tests=(_GUIDED + "test_without_a_guide",),
+    ),
+    Mutation(
+        name="device_flips_before_values_are_there",
+        fault="Syndromes are compared before all threads of a row have rounded.",
+        path=_FOLDER + "kernel.cu",
+        old="num_blocks = width / BLOCK;\n    __syncthreads();",
+        new="num_blocks = width / BLOCK;",
+        tests=(_GUIDED + "test_guides_of_every_kind",),
+    ),
+    Mutation(
+        name="device_search_keeps_the_cost_of_what_it_dropped",
+        fault="A set of flips counts candidates that were tried before it.",
+        path=_FOLDER + "search.cuh",
+        old="chosen.cost - ranking->cost[i], chosen.ranks >> RANK_BITS",
+        new="chosen.cost, chosen.ranks >> RANK_BITS",
+        tests=(_GUIDED + "test_the_cheapest_of_several_sets_of_flips",),
+    ),
+    Mutation(
+        name="device_unknown_bits_are_searched",
+        fault="A block of a syndrome that touches NaN is explained by flips of other values.",
+        path=_FOLDER + "kernel.cu",
+        old="if (__all_sync(FULL_MASK, is_known)) flips",
+        new="flips",
+        tests=(_GUIDED + "test_guides_of_every_kind",),
+    ),
+    Mutation(
+        name="device_scales_kept_one_bit_apart",
+        fault="The two low bits of a scale overlap those of the next.",
+        path=_FOLDER + "recording.cu",
+        old="<< j * kept;",
+        new="<< j;",
+        tests=("tests/ops/test_recorded_quantize.py::test_one_pass_keeps_the_same_bytes",),
+    ),
+)

@@ -1,0 +1,46 @@
+"""Every mutation of `make mutants`, gathered from the lists of the rooms."""
+
+from tests.mutants import (
+    in_bench,
+    in_cache,
+    in_checkpoints,
+    in_decode,
+    in_decoding,
+    in_devices,
+    in_experts,
+    in_formats,
+    in_guidance,
+    in_kernels,
+    in_ops,
+    in_ranks,
+    in_rollout,
+    in_scales,
+    in_schemes,
+    in_search,
+    in_store,
+    in_trainer,
+    in_transport,
+)
+from tests.mutants.mutation import Mutation
+
+MUTATIONS: tuple[Mutation, ...] = (
+    *in_formats.MUTATIONS,
+    *in_scales.MUTATIONS,
+    *in_schemes.MUTATIONS,
+    *in_ops.MUTATIONS,
+    *in_kernels.MUTATIONS,
+    *in_checkpoints.MUTATIONS,
+    *in_search.MUTATIONS,
+    *in_guidance.MUTATIONS,
+    *in_decoding.MUTATIONS,
+    *in_store.MUTATIONS,
+    *in_rollout.MUTATIONS,
+    *in_trainer.MUTATIONS,
+    *in_ranks.MUTATIONS,
+    *in_transport.MUTATIONS,
+    *in_devices.MUTATIONS,
+    *in_decode.MUTATIONS,
+    *in_cache.MUTATIONS,
+    *in_experts.MUTATIONS,
+    *in_bench.MUTATIONS,
+)

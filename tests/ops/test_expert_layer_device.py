@@ -1,0 +1,233 @@
+"""The GPU kernels of the expert layer, run on the processor: bytes against the reference, products against float64."""
+
+import pytest
+import torch
+from tests.emulation.emulator import COMPILER, Emulator
+from tests.ops.expert_cases import PRECISIONS, assert_right, case, operands
+
+from tracefp4.formats.schemes import MXFP4_FLOOR, NVFP4_TENSOR_POW2, SCHEMES
+from tracefp4.formats.tensor import BlockTensor
+from tracefp4.formats.weight_fragments import empty_fragments, to_fragments
+from tracefp4.ops import nvrtc
+from tracefp4.ops.dequantize import dequantize
+from tracefp4.ops.expert_layer import device as kernels
+from tracefp4.ops.expert_layer.device import Tiling, differences, refit_on_device, run_steps, tiling_of
+from tracefp4.ops.quantize import quantize
+
+ONE = Tiling("few", 1, 4, 2, 2)
+FOUR = Tiling("few", 4, 2, 2, 2)
+MANY = Tiling("many", 2, 4, 2, 3)
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
+
+
+@pytest.fixture
+def emulate(monkeypatch):
+    def run_in(order):
+        for library in kernels.LIBRARIES:
+            monkeypatch.setattr(library, "runner", Emulator(order))
+
+    run_in(0)
+    return run_in
+
+
+@needs_compiler
+@pytest.mark.parametrize("tiling", [ONE, FOUR, MANY], ids=str)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_every_step_is_that_of_the_definition(emulate, tiling, tokens):
+    given = case(PRECISIONS["nvfp4"], tokens=tokens, hidden=208, inner=48)
+    first = assert_right(given, tiling)
+    for order in (1, 2):
+        emulate(order)
+        again = run_steps(*operands(given), (tiling, False))
+        assert torch.equal(again.h, first.h) and torch.equal(again.y, first.y)
+        assert again.x.block_tensor is again.w2.block_tensor is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("tiling", [ONE, MANY], ids=str)
+@pytest.mark.parametrize("name", ["mxfp4", "static", "bf16"])
+def test_other_schemes(emulate, name, tiling):
+    wide = {"hidden": 320, "inner": 96} if name == "bf16" else {"hidden": 96, "inner": 64}
+    assert_right(case(PRECISIONS[name], tokens=9, **wide), tiling)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("tokens", [0, 3, 33])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_more_shapes(emulate, name, tokens, top_k):
+    for tiling in (ONE, Tiling("few", 2, 4, 8, 2), FOUR, MANY, Tiling("many", 8, 4, 4, 3)):
+        assert_right(
+            case(PRECISIONS[name], tokens=tokens, top_k=top_k, hidden=672, inner=160, seed=top_k), tiling
+        )
+
+
+@needs_compiler
+@pytest.mark.parametrize("tiling", [ONE, MANY], ids=str)
+def test_a_token_does_not_depend_on_the_others(emulate, tiling):
+    given = case(PRECISIONS["nvfp4"], tokens=40, hidden=208, inner=48)
+    together = run_steps(*operands(given), (tiling, False))
+    for token in (0, 39):
+        rows = slice(token, token + 1)
+        routing = given.routing._replace(ids=given.routing.ids[rows], weights=given.routing.weights[rows])
+        alone = run_steps(given.x[rows], routing, given.experts, given.precision, (tiling, False))
+        assert torch.equal(alone.y[0], together.y[token])
+
+
+@needs_compiler
+@pytest.mark.parametrize("tilings", [(ONE, FOUR), (Tiling("many", 1, 4, 4, 4), MANY)], ids=str)
+def test_tiles_of_any_number_of_tokens_give_the_same_bits(emulate, tilings):
+    given = case(PRECISIONS["nvfp4"], tokens=40, hidden=208, inner=48)
+    found = [run_steps(*operands(given), (tiling, False)).y for tiling in tilings]
+    assert torch.equal(*found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("tiling", [ONE, MANY], ids=str)
+def test_damage_stays_where_it_is_and_shows(emulate, monkeypatch, tiling):
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # what is never written does not look damaged by chance
+    given = case(PRECISIONS["nvfp4"], tokens=6, hidden=208, inner=48)
+    clean = run_steps(*operands(given), (tiling, False)).y
+    given.x[1, 5], given.x[2, 200] = float("nan"), float("-inf")
+    given.routing.ids[3, 1], given.routing.ids[4, 0] = 4, -1
+    steps = run_steps(*operands(given), (tiling, False))
+    assert steps.y.isnan().all(1).tolist() == [False, True, True, True, True, False]
+    assert torch.equal(steps.y[0], clean[0]) and torch.equal(steps.y[5], clean[5])
+    given.experts.down.scales[:, 1, 0, 2, 1, 1] = 0x7F  # row 16 + 2 + 8 of every expert
+    column = run_steps(*operands(given), (tiling, False)).y[0].isnan()
+    assert column.nonzero().flatten().tolist() == [26]
+
+
+@needs_compiler
+@pytest.mark.parametrize("scheme", [NVFP4_TENSOR_POW2, MXFP4_FLOOR], ids=lambda s: s.name)
+@pytest.mark.parametrize("tiling", [ONE, MANY], ids=str)
+def test_every_code_under_every_scale_is_exact(emulate, tiling, scheme):
+    num_bytes = 128 if scheme is NVFP4_TENSOR_POW2 else 256
+    codes = torch.arange(16, dtype=torch.uint8).repeat(num_bytes, 4)
+    scales = torch.arange(num_bytes, dtype=torch.int32).to(torch.uint8)[:, None]
+    t = BlockTensor(
+        packed=(codes[:, 0::2] | codes[:, 1::2] << 4)[None],
+        block_scales=scales.expand(num_bytes, 64 // scheme.block_size)[None].contiguous(),
+        outer=torch.tensor([-100] if scheme is NVFP4_TENSOR_POW2 else 0, dtype=torch.int8),
+        scheme=scheme,
+    )
+    ids = torch.zeros(64, 1, dtype=torch.int64)
+    routes = kernels._sort_pairs(ids, 1, 8 * tiling.token_tiles)
+    y = torch.empty(64, num_bytes, dtype=torch.bfloat16)
+    fragments = to_fragments(t)
+    kernels._multiply("down", (torch.eye(64).bfloat16(), routes, fragments), tiling, (num_bytes, y))
+    wanted = torch.eye(64) @ dequantize(t)[0].T  # NaN in columns with Inf: 0 * Inf
+    is_number = ~wanted.isnan()
+    assert torch.equal(y.float()[is_number], wanted[is_number]) and is_number.double().mean() > 0.98
+    assert y[~is_number].isnan().all() and not is_number[:, -1].any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("tiling", [ONE, MANY], ids=str)
+def test_nothing_is_written_beyond_the_rows(emulate, tiling):
+    w = to_fragments(quantize(torch.randn(1, 48, 64), scheme=NVFP4_TENSOR_POW2))
+    routes = kernels._sort_pairs(torch.zeros(3, 1, dtype=torch.int64), 1, 8 * tiling.token_tiles)
+    y = torch.full((9, 48), 7.0).bfloat16()
+    kernels._multiply("down", (torch.zeros(3, 64).bfloat16(), routes, w), tiling, (48, y))
+    assert not y[:3].any() and (y[3:] == 7.0).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("num_experts", "order"), [(1, 0), (5, 1), (5, 2), (300, 0)])
+def test_lists_are_a_stable_sort(emulate, num_experts, order):
+    emulate(order)
+    torch.manual_seed(order)
+    ids = torch.randint(0, num_experts, (301, 2)).clamp(max=num_experts // 2 + 1)
+    ids[ids == 2] = 3
+    ids = ids.clamp(max=num_experts - 1)
+    order, offsets, tiles = kernels._sort_pairs(ids, num_experts, 16)
+    wanted_ids, wanted = torch.sort(ids.reshape(-1), stable=True)
+    assert torch.equal(order.long(), wanted)
+    counts = torch.bincount(wanted_ids, minlength=num_experts)
+    assert offsets.tolist() == [0, *counts.cumsum(0).tolist()]
+    starts = [
+        [e, int(offsets[e]) + i] for e, count in enumerate(counts.tolist()) for i in range(0, count, 16)
+    ]
+    used = tiles[: len(starts)]
+    assert used.tolist() == starts and (tiles[len(starts) :, 0] == -1).all()
+
+
+def test_there_is_room_for_the_tiles_of_any_routing():
+    for num_experts, num_pairs, tokens in ((4, 1, 8), (4, 40, 8), (128, 512, 8), (3, 17, 16)):
+        spread = [num_pairs - num_experts + 1, *(1,) * (num_experts - 1)] if num_pairs >= num_experts else [1]
+        even = [num_pairs // num_experts + (e < num_pairs % num_experts) for e in range(num_experts)]
+        in_use = min(num_experts, num_pairs)
+        room = in_use + (num_pairs - in_use) // tokens
+        for counts in (spread, even, [num_pairs]):
+            assert sum(-(-count // tokens) for count in counts) <= room
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "scheme", [NVFP4_TENSOR_POW2, MXFP4_FLOOR, SCHEMES["NVFP4_KV"]], ids=lambda s: s.name
+)
+def test_refit_gives_the_bytes_of_quantize(emulate, scheme):
+    torch.manual_seed(0)
+    weights = torch.randn(3, 48, 96) * 2.0 ** torch.randint(-20, 20, (3, 1, 1))
+    weights[0, 3, 5], weights[1, 20, 32:64], weights[2, 47, 95] = float("nan"), 0.0, 3e6
+    weights = weights.bfloat16()
+    exponent = -5 if scheme.outer == "static" else None
+    wanted = to_fragments(quantize(weights, scheme=scheme, exponent=exponent))
+    fragments = empty_fragments(weights.shape, scheme, CPU)
+    for order in (0, 1, 2):
+        emulate(order)
+        fragments.words.fill_(0xEE), fragments.scales.fill_(0xEE)
+        fragments.exponents.fill_(exponent or 99)
+        refit_on_device(weights.transpose(1, 2).contiguous().transpose(1, 2), fragments)
+        for part in ("words", "scales", "exponents"):
+            assert torch.equal(getattr(fragments, part), getattr(wanted, part)), part
+
+
+@needs_compiler
+def test_unaligned_and_strided_operands(emulate):
+    given = case(PRECISIONS["nvfp4"], tokens=6, hidden=208, inner=48)
+    wanted = run_steps(*operands(given), (ONE, False)).y
+    routing = given.routing._replace(
+        ids=given.routing.ids.T.contiguous().T, weights=given.routing.weights.float().T.contiguous().T
+    )
+    shifted = torch.cat([torch.zeros(1).bfloat16(), given.x.flatten()])[1:].view(6, 208)
+    for x in (shifted, given.x.T.contiguous().T):
+        assert torch.equal(run_steps(x, routing, given.experts, given.precision, (ONE, False)).y, wanted)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_check_at_first_use_passes_and_sees_a_fault(emulate, monkeypatch):
+    assert differences(CPU) is None
+    monkeypatch.setattr(
+        kernels, "round_rows", lambda x, precision, part: kernels_round_rows(-x, precision, part)
+    )
+    assert "packed of x" in differences(CPU)
+
+
+kernels_round_rows = kernels.round_rows
+
+
+def test_the_tiling_follows_the_tokens_of_an_expert():
+    assert [tiling_of(pairs, 128).token_tiles for pairs in (8, 512, 1024, 2048, 8192)] == [1, 1, 2, 4, 8]
+    assert tiling_of(1 << 16, 128).kind == "many"
+
+
+ARCHITECTURES = (
+    "sm_90a",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_89", "sm_100a", "sm_120a")),
+)
+SCHEME = {"SCHEME": "16,0,0,0,0,0,0,2688,0,1,0", "DTYPE": 1}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_files_compile_for(architecture, tmp_path, monkeypatch):
+    monkeypatch.setattr(nvrtc, "cache_folder", lambda: tmp_path)
+    tile = {"BLOCK": 16, "NT": 4, "MT": 8, "WARPS": 4, "STAGES": 3}
+    variants = {"few": tile | {"MT": 1, "WARPS": 8}, "many": tile, "routes": {}, "rows": SCHEME}
+    for library in kernels.LIBRARIES:
+        source = library.program.source
+        built = nvrtc.build(source, defines=variants[source.stem], architecture=architecture)
+        assert built.code[:4] == b"\x7fELF"
