@@ -1,0 +1,124 @@
+"""Which models the suite `engine` can build without a checkpoint, and the config and plan that one of them would have.
+
+Shapes are the known ones (`patching.catalogue`), whole or cut to their first layers, and `tiny`, which runs on any
+processor. This module makes no weights.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from tracefp4.errors import ConfigError
+from tracefp4.patching.catalogue import ALIASES, KNOWN_SHAPES
+from tracefp4.patching.plan import Plan, plan
+from tracefp4.patching.rules import PlanRules
+from tracefp4.patching.shapes import ModelShape
+
+TINY = ModelShape(
+    name="tiny",
+    hidden=64,
+    layers=2,
+    attention_layers=(0, 1),
+    q_heads=4,
+    kv_heads=2,
+    head_dim=64,
+    experts=8,
+    top_k=2,
+    moe_inter=32,
+    vocab=256,
+    qk_norm=1,
+)
+"""Small enough for a processor; its figures say nothing but that the suite runs."""
+ROPE_THETA = 1e6
+NORM_EPSILON = 1e-6
+PLANS = {"fp4": PlanRules(guidance="none"), "bf16": PlanRules(mode="bf16", guidance="none")}
+"""What is compared: routed experts and cache in FP4, as a recipe without options has them, and nothing in FP4."""
+
+
+def measured_names() -> list[str]:
+    """Return the names that `measured_shape` takes: models that the engine computes."""
+    return [name for name, shape in {**KNOWN_SHAPES, "tiny": TINY}.items() if _is_qwen3(shape)]
+
+
+def measured_shape(name: str, *, layers: int | None = None) -> ModelShape:
+    """Return a shape by name.
+
+    Args:
+        name: One of `measured_names`, or an alias, in any case.
+        layers: Keep the first so many decoder layers; None keeps all. The name of a part says how many.
+
+    Raises:
+        ConfigError: No such shape, one that the engine does not compute, or more layers than it has.
+    """
+    asked = name.lower()
+    shape = TINY if asked == "tiny" else KNOWN_SHAPES.get(ALIASES.get(asked, asked))
+    if shape is None or not _is_qwen3(shape):
+        what = "no known shape" if shape is None else "a model that the engine does not compute"
+        raise ConfigError(
+            f"bench engine: random weights cannot be made for {name!r}, {what}; shapes: {', '.join(measured_names())}. "
+            "Name one of them."
+        )
+    if layers is None or layers == shape.layers:
+        return shape
+    if not 1 <= layers < shape.layers:
+        raise ConfigError(
+            f"bench engine: {shape.name} cannot be cut to its first {layers} layers; it has {shape.layers}. Allowed: 1 "
+            f"to {shape.layers}. Correct --layers, or leave it out."
+        )
+    return replace(
+        shape, name=f"{shape.name}.{layers}_layers", layers=layers, attention_layers=tuple(range(layers))
+    )
+
+
+def config_of(shape: ModelShape, *, max_positions: int) -> Any:
+    """Return the transformers config of a shape.
+
+    Args:
+        shape: From `measured_shape`.
+        max_positions: Longest sequence.
+    """
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.dense_inter or shape.moe_inter,
+        moe_intermediate_size=shape.moe_inter,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.q_heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=shape.is_tied,
+        rms_norm_eps=NORM_EPSILON,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+    )
+
+
+def plan_of(config: Any, rules: PlanRules) -> Plan:
+    """Return the plan of a config's model: that of a run on real weights. No weight is allocated."""
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+
+    with torch.device("meta"):
+        return plan(Qwen3MoeForCausalLM(config), rules)
+
+
+def _is_qwen3(shape: ModelShape) -> bool:
+    """Whether the engine has this model: attention in every layer, experts without biases, norms of heads."""
+    odd = (
+        shape.has_q_gate,
+        shape.has_attention_bias,
+        shape.has_expert_bias,
+        shape.has_sinks,
+        shape.shared_inter,
+        shape.dense_layers,
+        shape.windowed_layers,
+        shape.qk_norm != 1,
+        len(shape.attention_layers) != shape.layers,
+    )
+    return not any(odd)
