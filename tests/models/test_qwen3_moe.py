@@ -57,7 +57,7 @@ def run_in_chunks(engine_model, tokens, chunks, *, num_sequences=1):
         positions = torch.arange(begin, min(begin + chunks, length)).expand(num_sequences, -1)
         slots = table.gather(1, positions // PAGE) * PAGE + positions % PAGE
         flat = positions.reshape(-1)
-        segment = Segment(begin=0, end=len(flat), page_table=table, positions=positions, valid=None)
+        segment = Segment(begin=0, end=len(flat), page_table=table, positions=positions, places=None)
         batch = TokenBatch(
             token_ids=torch.tensor(tokens)[flat],
             positions=flat,

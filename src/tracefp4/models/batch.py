@@ -26,8 +26,9 @@ class Segment:
     """int64 [B, N], frames of each sequence; padded with the null frame."""
     positions: Tensor
     """int64 [B, Q], position of each query; 0 at padding."""
-    valid: Tensor | None
-    """bool [B, Q], True where a query is real; None if all are."""
+    places: Tensor | None
+    """int64 [end - begin], where each flat row lies in the rectangle read row by row; None if no cell is padding. Made
+    on the host: a mask would have to be counted on the device, which makes the host wait."""
 
     def to(self, device: torch.device) -> Segment:
         """The same segment with its index tensors on a device."""
@@ -35,21 +36,20 @@ class Segment:
             self,
             page_table=self.page_table.to(device),
             positions=self.positions.to(device),
-            valid=None if self.valid is None else self.valid.to(device),
+            places=None if self.places is None else self.places.to(device),
         )
 
     def spread(self, rows: Tensor) -> Tensor:
         """Flat rows [T, ...] of the whole batch -> this segment's rectangle [B, Q, ...]; zeros at padding."""
         own = rows[self.begin : self.end]
-        if self.valid is None:
-            return own.view(*self.positions.shape, *rows.shape[1:])
-        rectangle = rows.new_zeros(*self.positions.shape, *rows.shape[1:])
-        rectangle[self.valid] = own
-        return rectangle
+        if self.places is not None:
+            own = own.new_zeros(self.positions.numel(), *own.shape[1:]).index_copy_(0, self.places, own)
+        return own.view(*self.positions.shape, *rows.shape[1:])
 
     def flatten(self, rectangle: Tensor) -> Tensor:
         """The reverse of `spread`, for this segment's rows: [B, Q, ...] -> [end - begin, ...]."""
-        return rectangle.flatten(0, 1) if self.valid is None else rectangle[self.valid]
+        flat = rectangle.flatten(0, 1)
+        return flat if self.places is None else flat.index_select(0, self.places)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

@@ -77,16 +77,17 @@ def _segment(works: list[Work], *, begin: int, pool: KVPool) -> tuple[Segment, T
     width = int(counts.max())
     steps = torch.arange(width, device="cpu")
     positions = _host([work.start for work in works])[:, None] + steps
-    valid = None
+    places = None
     if bool((counts != width).any()):
-        valid = steps < counts[:, None]
-        positions = positions * valid
+        is_real = steps < counts[:, None]
+        positions = positions * is_real
+        places = is_real.flatten().nonzero()[:, 0]
     num_pages = max((work.start + work.count - 1) // page_size for work in works) + 1
     frames = [work.sequence.table.frames[:num_pages] for work in works]
     page_table = _host([row + [pool.null_frame] * (num_pages - len(row)) for row in frames])
     slots = page_table.gather(1, positions // page_size) * page_size + positions % page_size
     segment = Segment(
-        begin=begin, end=begin + int(counts.sum()), page_table=page_table, positions=positions, valid=valid
+        begin=begin, end=begin + int(counts.sum()), page_table=page_table, positions=positions, places=places
     )
     return segment, segment.flatten(slots)
 
