@@ -14,22 +14,27 @@ requests and is dropped after.
     log.end_step()                      # raises if a site was never observed
     rows[seq].append(first + place)     # for accepted tokens
     records = log.build([SequenceRows(...), ...])
+
+Where kernels have written the bytes of a whole step already, `add_step` takes them as they are, a few tensors for all
+layers, in place of the three calls in the middle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tracefp4.coding import Codec, codec_by_name, expert_id_bytes
+from tracefp4.coding import codec_by_name, expert_id_bytes
 from tracefp4.errors import ConfigError, RecordError
 from tracefp4.guidance.payload import encode_block_scales, encode_codes
-from tracefp4.guidance.record import Record, RecordIdentity, Site, has_impossible_experts
-from tracefp4.guidance.site_record import FULL, SiteRecord
+from tracefp4.guidance.record import Record, RecordIdentity, Site, SiteKind, has_impossible_experts
+from tracefp4.guidance.site_record import FULL
+from tracefp4.guidance.site_steps import SiteSteps, gathered
+from tracefp4.guidance.stacked import BLOCK_TOKENS, StackedBlock, StackedRows, layout_of
 
 if TYPE_CHECKING:
     from tracefp4.ops.guided_quantize import Rounded
@@ -52,40 +57,6 @@ class SequenceRows:
     """Flat rows for K and V where they were cached by another pass than `rows`; None means the same rows."""
     valid: Tensor | None = None
     """bool per row, False where the decisions must not be followed; None means all True."""
-
-
-@dataclass(kw_only=True, eq=False, slots=True)
-class _SiteSteps:
-    """What one site saw, step by step."""
-
-    codec: Codec
-    """What is kept of every row."""
-    payload: list[Tensor] = field(default_factory=list)
-    """uint8 [rows, codec.payload_bytes(K)], per step."""
-    block_scales: list[Tensor] = field(default_factory=list)
-    """uint8 [rows, codec.scale_bytes(G)], per step."""
-    exponent: list[Tensor] = field(default_factory=list)
-    """int8 [rows], or 0-dim for a static scheme, per step."""
-    rows_per_token: int = 0
-    """Rows of one token, the same in every step; 0 before the first step with tokens."""
-    width: int = 0
-    """K, values per row; 0 before the first step."""
-    num_blocks: int = 0
-    """G, block scales per row."""
-
-    def hold(self, site: Site, layout: tuple[int, int, int]) -> None:
-        """Take (width, blocks per row, rows per token) from a step; 0 rows per token: the step had no tokens.
-
-        Raises: RecordError if it differs from an earlier step's, because rows could then not be told apart.
-        """
-        held = (self.width, self.num_blocks, self.rows_per_token)
-        if any(old and new and old != new for old, new in zip(held, layout, strict=True)):
-            raise RecordError(
-                f"Site {site} changed its layout between two steps of a log; got (width, blocks per row, rows per "
-                f"token) {layout} after {held}. All must be equal. Use one StepLog per model."
-            )
-        self.width, self.num_blocks = layout[:2]
-        self.rows_per_token = self.rows_per_token or layout[2]
 
 
 class StepLog:
@@ -116,11 +87,15 @@ class StepLog:
                 f"{[str(site) for site in unlisted]}. Its sites are {[str(site) for site in sorted(sites)]}. "
                 "Pass sites and codecs of one plan."
             )
-        self._steps = {site: _SiteSteps(codec=codec_by_name(names.get(site, FULL))) for site in sites}
+        self._steps = {site: SiteSteps(codec=codec_by_name(names.get(site, FULL))) for site in sites}
         self._routed: dict[int, list[Tensor]] = {layer: [] for layer in routed_layers}
         self._num_experts = num_experts
         self._id_dtype = _ID_DTYPES[expert_id_bytes(num_experts)]
         self._lost_ids: dict[int, Tensor] = {}
+        self._blocks: list[StackedBlock] = []
+        self._layers: dict[SiteKind, tuple[int, ...]] = {}
+        for site in sorted(sites):
+            self._layers[site.kind] = (*self._layers.get(site.kind, ()), site.layer)
         self._num_rows = 0
         self._num_steps = 0
         self._open_tokens: int | None = None
@@ -133,12 +108,14 @@ class StepLog:
     @property
     def num_bytes(self) -> int:
         """Bytes of codes, scales and exponents that the log holds, without routed ids."""
+        self._cut_blocks()
         kept = (steps.payload + steps.block_scales + steps.exponent for steps in self._steps.values())
         return sum(array.numel() * array.element_size() for arrays in kept for array in arrays)
 
     def begin_step(self, *, num_tokens: int) -> int:
         """Open a step of `num_tokens` flat tokens; returns the flat row of its first token."""
         assert self._open_tokens is None, "end_step was not called"
+        assert not self._blocks, "this log is given whole steps"
         self._open_tokens = num_tokens
         return self._num_rows
 
@@ -148,15 +125,14 @@ class StepLog:
         if steps is None:
             return
         assert rounded.codes is not None, "a recorded site is rounded with codes"
-        rows = rounded.codes.shape[0]
+        rows, width = rounded.codes.shape
         tokens = self._tokens_of_open_step()
         if (tokens and rows % tokens) or (not tokens and rows):
             raise RecordError(
                 f"Site {site} rounded {rows} rows in a step of {tokens} tokens. The rows must be a multiple "
                 "of the tokens. Call begin_step with the flat batch size."
             )
-        layout = (rounded.codes.shape[1], rounded.block_scales.shape[1], rows // tokens if tokens else 0)
-        steps.hold(site, layout)
+        steps.hold(site, (width, rounded.block_scales.shape[1], rows // tokens if tokens else 0))
         steps.payload.append(encode_codes(rounded.codes, codec=steps.codec))
         steps.block_scales.append(encode_block_scales(rounded.block_scales, codec=steps.codec))
         steps.exponent.append(rounded.outer)
@@ -191,6 +167,29 @@ class StepLog:
         self._num_rows += tokens
         self._open_tokens = None
 
+    def add_step(self, sites: Mapping[SiteKind, StackedRows], *, ids: Tensor | None, num_tokens: int) -> int:
+        """Copy a whole step that is in stored form already; the same as observing it, without looking at a value.
+
+        A log is given whole steps or observes them, not both. Tensors are in host memory, and free once this returns.
+
+        Args:
+            sites: by kind, every site of the log and no other. Codecs of the log are `full`.
+            ids: [routed layers, N, top_k], expert ids in the log's bytes, layers in its order; None without routing.
+            num_tokens: N, flat tokens, at least 1.
+
+        Returns: the flat row of the first token.
+        Raises: RecordError for a site that is missing or not the log's, and for rows, layouts or ids that do not fit;
+            nothing is kept then.
+        """
+        assert self._open_tokens is None and not self._num_steps, "this log observes its steps"
+        self._check_stacked(sites, ids, num_tokens)
+        if not self._blocks or not self._blocks[-1].fits(sites, num_tokens=num_tokens):
+            capacity = max(num_tokens, BLOCK_TOKENS)
+            self._blocks.append(StackedBlock(sites, ids, num_tokens=num_tokens, capacity=capacity))
+        self._blocks[-1].copy(sites, ids, num_tokens=num_tokens)
+        self._num_rows += num_tokens
+        return self._num_rows - num_tokens
+
     def abandon_step(self) -> None:
         """Forget the open step after an error inside it; the closed ones stay as they are."""
         self._tokens_of_open_step()
@@ -210,6 +209,7 @@ class StepLog:
         Returns: one Record per entry, in the codecs of the log; arrays are views of memory that they share.
         Raises: RecordError for rows outside the log, impossible expert ids, or static exponents that changed.
         """
+        self._cut_blocks()
         rows = [_indices(entry.rows) for entry in sequences]
         cache_rows = [
             own if entry.cache_rows is None else _indices(entry.cache_rows)
@@ -220,8 +220,8 @@ class StepLog:
         self._check_rows(flat)
         self._check_rows(flat_cache)
         parts = {
-            site: self._site_records(site, flat_cache if site.kind in ("k", "v") else flat, lengths)
-            for site in self._steps
+            site: steps.records(site, flat_cache if site.kind in ("k", "v") else flat, lengths)
+            for site, steps in self._steps.items()
         }
         routed = self._routed_rows(flat, lengths)
         records = [
@@ -244,6 +244,54 @@ class StepLog:
         assert self._open_tokens is not None, "begin_step was not called"
         return self._open_tokens
 
+    def _check_stacked(
+        self, sites: Mapping[SiteKind, StackedRows], ids: Tensor | None, num_tokens: int
+    ) -> None:
+        """Refuse a whole step that is not one of this log; one look per kind, whatever the number of layers."""
+        given = {kind: rows.layers for kind, rows in sites.items()}
+        routed = None if ids is None else (ids.dtype, *ids.shape[:2])
+        expected = (self._id_dtype, len(self._routed), num_tokens) if self._routed else None
+        if given != self._layers or routed != expected:
+            raise RecordError(
+                f"A step was not recorded exactly once everywhere; got bytes of layers {given} and ids {routed}. The "
+                f"log records layers {self._layers} and ids {expected} (dtype, routed layers, tokens). Tap what the "
+                "log records."
+            )
+        layouts = {kind: layout_of(kind, rows, num_tokens=num_tokens) for kind, rows in sites.items()}
+        if self._blocks and layouts != self._blocks[-1].layouts:
+            raise RecordError(
+                f"A step changed its layout within a log; got {layouts} after {self._blocks[-1].layouts}. All must be "
+                "equal. Use one StepLog per model."
+            )
+
+    def _cut_blocks(self) -> None:
+        """Cut the blocks of whole steps by site and layer, into what observed steps would have left."""
+        if not self._blocks:
+            return
+        for steps in self._steps.values():
+            steps.payload, steps.block_scales, steps.exponent = [], [], []
+        self._routed = {layer: [] for layer in self._routed}
+        for block in self._blocks:
+            found, ids = block.filled()
+            for kind, parts in found.items():
+                self._cut_kind(kind, block, parts)
+            if ids is not None:
+                for kept, layer_ids in zip(self._routed.values(), ids, strict=True):
+                    kept.append(layer_ids)
+
+    def _cut_kind(self, kind: SiteKind, block: StackedBlock, parts: tuple[Tensor, ...]) -> None:
+        layout, static = block.layouts[kind], block.static_exponents[kind]
+        for index, layer in enumerate(layout.layers):
+            steps = self._steps[Site(kind, layer)]
+            steps.hold(Site(kind, layer), (layout.width, layout.num_blocks, layout.rows_per_token))
+            steps.payload.append(parts[0][index])
+            steps.block_scales.append(parts[1][index])
+            steps.exponent.append(
+                parts[2][index]
+                if static is None
+                else torch.tensor(static[index], dtype=torch.int8, device="cpu")
+            )
+
     def _check_ids(self) -> None:
         """Refuse a step whose expert ids were cut to fit their bytes; one wait for the device."""
         if self._lost_ids and bool(torch.stack(list(self._lost_ids.values())).any()):
@@ -262,37 +310,10 @@ class StepLog:
                 f"0..{self._num_rows - 1}. Use begin_step's return value plus the place in the batch."
             )
 
-    def _site_records(self, site: Site, rows: Tensor, lengths: list[int]) -> list[SiteRecord]:
-        """One site's rows for all sequences, gathered together, then split into views."""
-        steps = self._steps[site]
-        assert steps.payload, "build before the first step"
-        per_token = max(1, steps.rows_per_token)
-        if per_token != 1:
-            rows = (rows[:, None] * per_token + _indices(range(per_token))).reshape(-1)
-        sizes = [length * per_token for length in lengths]
-        payload = _gathered(steps.payload, rows).split(sizes)
-        block_scales = _gathered(steps.block_scales, rows).split(sizes)
-        is_static = steps.exponent[0].dim() == 0
-        static_exponent = _one_exponent(site, steps.exponent) if is_static else None
-        exponent = None if is_static else _gathered(steps.exponent, rows).split(sizes)
-        return [
-            SiteRecord(
-                codec=steps.codec.name,
-                payload=payload[i],
-                block_scales=block_scales[i],
-                exponent=None if exponent is None else exponent[i],
-                width=steps.width,
-                block_size=steps.width // steps.num_blocks,
-                rows_per_token=per_token,
-                static_exponent=static_exponent,
-            )
-            for i in range(len(lengths))
-        ]
-
     def _routed_rows(self, rows: Tensor, lengths: list[int]) -> tuple[Tensor, ...] | None:
         if not self._routed:
             return None
-        by_layer = [_gathered(steps, rows) for steps in self._routed.values()]
+        by_layer = [gathered(steps, rows) for steps in self._routed.values()]
         return torch.stack(by_layer, dim=1).split(lengths)
 
 
@@ -314,17 +335,3 @@ def _all_valid(length: int) -> Tensor:
 
 def _joined_rows(rows: list[Tensor]) -> Tensor:
     return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device="cpu")
-
-
-def _gathered(steps: list[Tensor], rows: Tensor) -> Tensor:
-    return torch.cat(steps).index_select(0, rows.to(steps[0].device)).cpu()
-
-
-def _one_exponent(site: Site, exponents: list[Tensor]) -> int:
-    found = torch.stack(exponents).unique().tolist()
-    if len(found) != 1:
-        raise RecordError(
-            f"The static exponent of {site} changed during a log; got {found}. One value is allowed per log. "
-            "Start a new StepLog after recalibrating."
-        )
-    return int(found[0])
