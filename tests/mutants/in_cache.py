@@ -120,6 +120,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         tests=(f"{_APPEND}::test_appended_bytes_are_those_of_the_reference",),
     ),
     Mutation(
+        name="cache_rows_without_a_slot_stored",
+        fault="A token without a slot, which fills a batch up, is written to the first one.",
+        path=_PLACES,
+        old="    if (slot < 0) return;",
+        new="    if (slot < 0) slot = 0;",
+        tests=(
+            f"{_APPEND}::test_a_token_without_a_slot_leaves_no_trace",
+            f"{_APPEND}::test_a_token_without_a_slot_is_quantized_and_not_stored",
+        ),
+    ),
+    Mutation(
         name="cache_scales_of_v_in_the_order_of_k",
         fault="The order of V's scales is that of K's, when appending and when converting.",
         path=_ORDER,

@@ -121,10 +121,51 @@ def test_quantized_and_appended_in_one_launch(emulator, monkeypatch, dtype, is_p
     assert emulator.launches == {"quantize_append": 1}
 
 
+@pytest.mark.parametrize("kind", ["k", "v", "plain", "bf16"])
+def test_a_token_without_a_slot_leaves_no_trace(emulator, kind):
+    # what fills a batch of fixed size up; torch would take -1 for the last slot
+    here = torch.randn(2, 3, 16, 64).bfloat16() if kind == "bf16" else pages()
+    here = to_fragments(here, kind) if kind in ("k", "v") else here
+    rows = (
+        torch.randn(3, 2, 64)
+        if kind == "bf16"
+        else quantize(torch.randn(3, 2, 64), scheme=NVFP4_KV, exponent=0)
+    )
+    kept = (
+        rows[1:2]
+        if kind == "bf16"
+        else replace(rows, packed=rows.packed[1:2], block_scales=rows.block_scales[1:2])
+    )
+    wanted = copied(here)
+    append_reference(wanted, kept, torch.tensor([20]))
+    appends = (append_reference, append_on_device) if COMPILER else (append_reference,)
+    for append in appends:
+        found = copied(here)
+        append(found, rows, torch.tensor([-1, 20, -7]))
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "fragments"])
+def test_a_token_without_a_slot_is_quantized_and_not_stored(emulator, is_plain):
+    here = (pages(2), pages(-3))
+    here = here if is_plain else (to_fragments(here[0], "k"), to_fragments(here[1], "v"))
+    k, v = rows_of(3), rows_of(3)
+    quantizes = (
+        (quantize_append_reference, quantize_append_on_device) if COMPILER else (quantize_append_reference,)
+    )
+    for append in quantizes:
+        found = tuple(copied(part) for part in here)
+        rows = append(*found, k, v, torch.tensor([-1, -1, -1]))
+        for got, right, x, exponent in zip(found, here, (k, v), (2, -3), strict=True):
+            assert_same(got, right)
+            assert_same(rows[0] if x is k else rows[1], quantize(x, scheme=NVFP4_KV, exponent=exponent))
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_the_self_check_passes(emulator):
-    assert differences(torch.device("cpu")) is None
+    for case in (None, *(SchemeCase(NVFP4_KV, dtype) for dtype in (torch.bfloat16, torch.float32))):
+        assert differences(torch.device("cpu"), case) is None
 
 
 def test_operands_that_do_not_fit_are_refused():

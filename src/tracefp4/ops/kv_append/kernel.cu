@@ -21,7 +21,8 @@ DEVICE void append_units(const void *rows, const int64_t *slots, int num_tokens,
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / width;
     int token = (int)(row / num_heads);
     if (token >= num_tokens) return;
-    int64_t at = (row % num_heads * num_slots + slot_of(slots, token, num_slots)) * width + i % width;
+    int64_t slot = slot_of(slots, token, num_slots), at = (row % num_heads * num_slots + slot) * width + i % width;
+    if (slot < 0) return;
     static_cast<Unit *>(pages)[at] = static_cast<const Unit *>(rows)[i];
 }
 

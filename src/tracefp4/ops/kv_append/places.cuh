@@ -15,8 +15,9 @@ struct pages {
     int order, num_slots, num_blocks;
 };
 
-/* Write a block of one head at a slot: codes 0..7 in x, 8..15 in y, the first in the lowest bits. */
+/* Write a block of one head at a slot, if it has one: codes 0..7 in x, 8..15 in y, the first in the lowest bits. */
 DEVICE void put_block(const struct pages &pages, int head, int64_t slot, int block, uint2 codes, uint32_t scale) {
+    if (slot < 0) return;
     int num_blocks = pages.num_blocks, token = (int)(slot % 16), row = token % 8, upper = token / 8;
     int64_t first = ((int64_t)head * pages.num_slots + (pages.order == PLAIN ? slot : slot - token)) * num_blocks;
     uint8_t *packed = pages.packed + first * 8, *scales = pages.block_scales + first;
@@ -42,10 +43,11 @@ DEVICE void put_block(const struct pages &pages, int head, int64_t slot, int blo
         scales[(row / 2 * num_blocks + block) * 4 + upper * 2 + token % 2] = (uint8_t)scale;
 }
 
-/* The slot of a token; one outside of the pages ends the kernel with an error, as an index of torch does. */
+/* The slot of a token, negative where it has none; one beyond the pages ends the kernel with an error, as an index of
+ * torch does. */
 DEVICE int64_t slot_of(const int64_t *slots, int token, int num_slots) {
     int64_t slot = slots[token];
-    if (slot < 0 || slot >= num_slots) stop_here();
+    if (slot >= num_slots) stop_here();
     return slot;
 }
 

@@ -1,5 +1,6 @@
 """The definition of kv_append: indexed copies of bytes that are never looked at; and of kv_quantize_append."""
 
+import torch
 from torch import Tensor
 
 from tracefp4.formats.encoding import encode, read_operand
@@ -11,20 +12,23 @@ from tracefp4.ops.pages import Pages, QuantizedPages
 
 def append_reference(pages: Pages, rows: BlockTensor | Tensor, slots: Tensor) -> None:
     """Store checked rows; see `kv_append`."""
+    (stored,) = torch.where(slots >= 0)
+    slots = slots[stored]
     if isinstance(pages, Tensor):
         assert isinstance(rows, Tensor)
-        _append(pages, rows.to(pages.dtype), slots)
+        _append(pages, rows[stored].to(pages.dtype), slots)
         return
     assert isinstance(rows, BlockTensor)
+    packed, block_scales = rows.packed[stored], rows.block_scales[stored]
     if isinstance(pages, BlockTensor):
-        _append(pages.packed, rows.packed, slots)
-        _append(pages.block_scales, rows.block_scales, slots)
+        _append(pages.packed, packed, slots)
+        _append(pages.block_scales, block_scales, slots)
         return
     places = byte_places(pages.kind, rows.shape[-1], slots.device)
-    parts = ((pages.packed, paired(rows.packed)), (pages.block_scales, rows.block_scales))
-    for (stored, new), at in zip(parts, places, strict=True):
+    parts = ((pages.packed, paired(packed)), (pages.block_scales, block_scales))
+    for (to, new), at in zip(parts, places, strict=True):
         begin = slots // TILE_TOKENS * at.numel()
-        stored.view(stored.shape[0], -1)[:, begin[:, None] + at[slots % TILE_TOKENS]] = new.transpose(0, 1)
+        to.view(to.shape[0], -1)[:, begin[:, None] + at[slots % TILE_TOKENS]] = new.transpose(0, 1)
 
 
 def quantize_append_reference(
