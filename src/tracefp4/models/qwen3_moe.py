@@ -12,11 +12,14 @@ not emulate bf16). Per layer, with n the normed residual stream h:
 Attention reads pages only, also inside one prefill chunk. Rounding and routing go through the guidance
 session, which records them when one is open. The trainer computes the same function through transformers'
 modules.
+
+This is the definition, which runs where bf16 is emulated. In bf16 storage the same function is computed by whole
+kernels (`native_pass.py`), and a session is told what they rounded when the pass is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +29,18 @@ from torch.nn.functional import linear, silu
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import Arithmetic, round_bf16_
 from tracefp4.formats.packing import pack_codes
-from tracefp4.formats.precision import LayerPrecision
+from tracefp4.formats.precision import PARTS, LayerPrecision
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.guidance.record import Site, SiteKind
 from tracefp4.guidance.rounding import round_site, route_site
+from tracefp4.guidance.session import current
 from tracefp4.kvcache.pool import KVPool
 from tracefp4.models.batch import TokenBatch
+from tracefp4.models.native_pass import NativePass
 from tracefp4.models.qwen3_moe_config import read_sizes
 from tracefp4.models.qwen3_moe_weights import Qwen3MoeWeights, device_of
 from tracefp4.models.rotary import RotaryTable, rotate
+from tracefp4.models.taps import Taps
 from tracefp4.ops.grouped_matmul import grouped_matmul
 from tracefp4.ops.kv_append import kv_append
 from tracefp4.ops.kv_attention import kv_attention
@@ -77,6 +83,16 @@ class Qwen3MoeEngineModel:
             self.sizes, precision=self.precision, arithmetic=arithmetic, device=self.device
         )
         self.weights.load(state)
+        self.native: NativePass | None = None
+        """The pass by kernels, in bf16 storage; None in any other arithmetic."""
+        if arithmetic.dtype == "bfloat16":
+            self.native = NativePass(self.sizes, self.weights, precision=self.precision, table=self._rotary)
+
+    def taps(self, sites: Collection[Site], *, routed_layers: Sequence[int]) -> Taps:
+        """Return empty taps for one native pass. Raises: ConfigError as `Taps`."""
+        return Taps(
+            sites, precision=self.precision, routed_layers=routed_layers, num_experts=self.sizes.num_experts
+        )
 
     @torch.no_grad()
     def forward(self, batch: TokenBatch, pool: KVPool) -> Tensor:
@@ -85,7 +101,11 @@ class Qwen3MoeEngineModel:
 
         T = 0 is not allowed. Row results do not depend on which other rows are in the batch, up to the order
         of accumulation inside matmuls.
+
+        Raises: ConfigError in bf16 storage for a session that replays: kernels round to nearest alone.
         """
+        if self.native is not None:
+            return self._native_logits(self.native, batch, pool)
         h = self.weights["model.embed_tokens.weight"].index_select(0, batch.token_ids)
         cos, sin = self._rotary.rows(batch.positions)
         for layer in range(self.sizes.num_layers):
@@ -99,6 +119,24 @@ class Qwen3MoeEngineModel:
             h = self._add(h, mlp(layer, n))
         wanted = h.index_select(0, batch.logit_rows)
         return self._round(linear(self._norm(wanted, "model.norm.weight"), self.weights.head))
+
+    def _native_logits(self, native: NativePass, batch: TokenBatch, pool: KVPool) -> Tensor:
+        """The same by kernels; a recording session is told of every site and layer afterwards."""
+        session = current()
+        if session is not None and session.sink is None:
+            raise ConfigError(
+                f"The engine's {self.arithmetic.name} pass follows no records; got one inside replay. It records, or "
+                "does neither. Follow records in the trainer, or in an arithmetic that emulates bf16."
+            )
+        native.reserve(int(batch.positions.max()) + 1)
+        if session is None or session.sink is None:
+            return linear(native.run(batch, pool), self.weights.head)
+        layers = range(self.sizes.num_layers)
+        sites = [Site(p, n) for n in layers for p in PARTS if self.precision[n].scheme_of(p) is not None]
+        taps = self.taps(sites, routed_layers=[n for n in layers if n not in self.sizes.dense_layers])
+        logits = linear(native.run(batch, pool, taps), self.weights.head)
+        taps.tell(session.sink)
+        return logits
 
     def _project(self, layer: int, n: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D], keys and values [T, C, D]; queries and keys after norm and RoPE."""
@@ -192,10 +230,9 @@ class Qwen3MoeEngineModel:
         return self._linear(m, f"{name}.down_proj.weight")
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        """R(w * (x * rsqrt(mean(x^2) + eps))) over the last dimension; of bf16 in float32, as transformers does."""
-        wide = x.float() if x.dtype == torch.bfloat16 else x
-        mean_square = wide.square().mean(dim=-1, keepdim=True)
-        normed = (wide * torch.rsqrt(mean_square + self.sizes.norm_epsilon)).to(x.dtype)
+        """R(w * (x * rsqrt(mean(x^2) + eps))) over the last dimension."""
+        mean_square = x.square().mean(dim=-1, keepdim=True)
+        normed = x * torch.rsqrt(mean_square + self.sizes.norm_epsilon)
         return self._round(normed.mul_(self.weights[name]))
 
     def _linear(self, x: Tensor, name: str) -> Tensor:

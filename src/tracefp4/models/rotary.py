@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tracefp4.formats.arithmetic import Arithmetic, round_bf16_
+from tracefp4.ops.rotary import Angles
 
 
 class RotaryTable:
@@ -29,10 +30,18 @@ class RotaryTable:
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each [T, 1, D], for int64 positions [T]."""
-        needed = int(positions.max()) + 1
-        if needed > self._cos.shape[0]:
-            self._grow(max(needed, 2 * self._cos.shape[0]))
+        self.reserve(int(positions.max()) + 1)
         return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[:, None]
+
+    @property
+    def angles(self) -> Angles:
+        """The tables as they are, for `ops.rotary`; growing puts others in their place."""
+        return Angles(self._cos, self._sin)
+
+    def reserve(self, length: int) -> None:
+        """Make the tables hold positions 0 .. length - 1; nothing happens, and nothing moves, if they do."""
+        if length > self._cos.shape[0]:
+            self._grow(max(length, 2 * self._cos.shape[0]))
 
     def _grow(self, length: int) -> None:
         # on the host, whatever the device: its cos and sin are then the same everywhere

@@ -8,7 +8,7 @@ pass with taps can be captured in a CUDA graph. What becomes of the bytes is the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from tracefp4.errors import ConfigError
 from tracefp4.formats.precision import LayerPrecision
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.guidance.record import SITE_KINDS, Site, SiteKind
+from tracefp4.guidance.session import Sink
+from tracefp4.ops.dequantize import dequantize
+from tracefp4.ops.guided_quantize import Rounded
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -106,6 +109,31 @@ class Taps:
             routed_layers=tuple(self._ids),
             ids=torch.stack(ids).to(self._id_dtype) if ids else None,
         )
+
+    def tell(self, sink: Sink) -> None:
+        """Tell a session's sink what a pass rounded and routed, as `guidance.rounding` does at every site."""
+        for site, found in self._rows.items():
+            assert found is not None, f"a pass taps {site} once"
+            device = found.packed.device
+            rows = replace(
+                found,
+                packed=found.packed.flatten(1),
+                block_scales=found.block_scales.flatten(1),
+                outer=found.outer.to(device),
+            )
+            sink.observe(
+                site,
+                Rounded(
+                    values=dequantize(rows, dtype=torch.bfloat16),
+                    codes=rows.codes(),
+                    block_scales=rows.block_scales,
+                    outer=rows.outer,
+                    nearest_changed=torch.zeros((), dtype=torch.int64, device=device),
+                ),
+            )
+        for layer, ids in self._ids.items():
+            assert ids is not None, f"a pass taps the routing of layer {layer} once"
+            sink.observe_routing(layer, ids)
 
     def _stacked_site(self, kind: SiteKind) -> StackedSite:
         found = {site.layer: rows for site, rows in self._rows.items() if site.kind == kind}
