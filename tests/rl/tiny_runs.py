@@ -76,7 +76,7 @@ def make_prompts(path):
 def tables(checkpoint, prompts, run_dir, **changes):
     """Recipe as nested tables; changes are dotted keys with '__' for the dot, e.g. train__steps=3."""
     found = {
-        "model": {"path": str(checkpoint)},
+        "model": {"path": str(checkpoint), "device": "cpu"},
         "task": {"kind": "jsonl", "path": str(prompts), "reward": REWARD, "eval_path": str(prompts)},
         "rollout": {
             "num_prompts": 3,

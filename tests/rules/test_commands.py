@@ -15,7 +15,7 @@ from tracefp4.cli import main
 ROOT = Path(__file__).parents[2]
 
 OPTIONS = {
-    "demo": ["--out", "--seed"],
+    "demo": ["--out", "--seconds", "--seed", "--size"],
     "train": ["--resume", "--set", "RECIPE"],
     "eval": ["--items", "--json", "--mode", "--pass-at", "--recipe", "--set", "CHECKPOINT"],
     "generate": ["--chat", "--max-tokens", "--mode", "--samples", "--seed", "--temperature", "CHECKPOINT", "PROMPTS"],

@@ -1,4 +1,4 @@
-"""`tracefp4 demo`: the whole story on one CPU, from a fresh model to a table and a report."""
+"""`tracefp4 demo`: the whole story on one CPU or GPU, from a fresh model to a table and a report."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,21 +22,46 @@ def demo(
         Path, typer.Option("--out", help="Directory for checkpoints, metrics and the report.")
     ] = Path("runs/demo"),
     seed: SeedOption = 0,
+    size: Annotated[
+        str,
+        typer.Option(
+            "--size", metavar="tiny|large", help="tiny: on two CPU cores; large: 200M parameters, on one GPU."
+        ),
+    ] = "tiny",
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--seconds",
+            help="Limit of time, kept by fewer steps; 0: none. By default 500 for large, none for tiny.",
+            min=0.0,
+        ),
+    ] = None,
 ) -> None:
-    """Warm-start a small mixture of experts, train it in BF16, FP4 and guided FP4, and compare.
+    """Warm-start a mixture of experts, train it in BF16, FP4 and guided FP4, and compare.
 
-    Takes about four minutes on two CPU cores. Exit code 1: the run finished
-    and one of its claims does not hold.
+    Takes about four minutes on two CPU cores, and with `--size large` less
+    than ten on a GPU. Exit code 1: the run finished and one of its claims
+    does not hold.
     """
+    from dataclasses import replace
+
     from tracefp4.cli.progress import DemoPrinter, print_table
     from tracefp4.diagnostics.report import render, summary_tables
-    from tracefp4.study.demo import DemoSettings, run_demo
+    from tracefp4.errors import ConfigError
+    from tracefp4.study.demo import SIZES, run_demo
 
-    result = run_demo(out, settings=DemoSettings(seed=seed), on_event=DemoPrinter())
+    if size not in SIZES:
+        raise ConfigError(f"--size: got {size!r}; allowed: {', '.join(SIZES)}. Name one of them.")
+    settings = replace(SIZES[size], seed=seed)
+    if seconds is not None:
+        settings = replace(settings, time_limit_s=seconds)
+    result = run_demo(out, settings=settings, on_event=DemoPrinter())
     for table in summary_tables(result):
         print_table(table)
     for claim, holds in result["claims"].items():
         typer.echo(f"{'holds' if holds else 'DOES NOT HOLD'}: {CLAIMS[claim]}")
-    typer.echo(f"\n{result['seconds']:.0f} s on {result['hardware']['cores']} cores; report: {render(out)}")
+    hardware, is_on_gpu = result["hardware"], result["placement"]["device"] == "cuda"
+    machine = hardware["gpu"] if is_on_gpu else f"{hardware['cores']} cores"
+    typer.echo(f"\n{result['seconds']:.0f} s on {machine}; report: {render(out)}")
     if not all(result["claims"].values()):
         raise typer.Exit(EXIT_CLAIM)

@@ -10,6 +10,7 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
@@ -66,12 +67,19 @@ class SiteCounts:
 
     def resolved(self) -> SiteCounts:
         """The same counts as plain ints, read from a device at once."""
-        held = {item.name: getattr(self, item.name) for item in fields(self)}
-        counted = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-        if not counted:
-            return self
-        read = torch.stack([value.to(torch.int64) for value in counted.values()]).tolist()
-        return replace(self, **dict(zip(counted, read, strict=True)))
+        return resolve([self])[0]
+
+
+def resolve(entries: Sequence[SiteCounts]) -> list[SiteCounts]:
+    """Return counts as plain ints, all of them read from their device at once."""
+    names = [item.name for item in fields(SiteCounts)]
+    counted = [{n: v for n in names if isinstance(v := getattr(entry, n), Tensor)} for entry in entries]
+    values = [value.to(torch.int64) for found in counted for value in found.values()]
+    read = iter(torch.stack(values).tolist() if values else [])
+    return [
+        replace(entry, **{name: next(read) for name in found})
+        for entry, found in zip(entries, counted, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

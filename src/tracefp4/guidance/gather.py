@@ -17,6 +17,7 @@ from torch import Tensor
 from tracefp4.errors import RecordError
 from tracefp4.guidance.record import Record, Site
 from tracefp4.guidance.site_record import SiteRecord
+from tracefp4.ops.upload import upload
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -24,7 +25,7 @@ class GatheredSite:
     """One site's rows in batch order, N = places * rows_per_token."""
 
     part: SiteRecord
-    """Payload, block scales and exponents, one row per batch row; on the device of the positions."""
+    """Payload, block scales and exponents, one row per batch row; on the device where rows are wanted."""
     valid: Tensor
     """bool [N]."""
     num_places: int
@@ -62,11 +63,19 @@ class RecordRows:
         records: records, or None where a trajectory has none.
         owners: int64 [places], which record a place belongs to; -1 for none.
         positions: int64 [places], position in the trajectory; -1 for padding.
+        device: where rows are wanted; None: where the positions are.
     """
 
-    def __init__(self, *, records: Sequence[Record | None], owners: Tensor, positions: Tensor) -> None:
+    def __init__(
+        self,
+        *,
+        records: Sequence[Record | None],
+        owners: Tensor,
+        positions: Tensor,
+        device: torch.device | None = None,
+    ) -> None:
         self._records = tuple(records)
-        self._device = positions.device
+        self._device = positions.device if device is None else device
         self._owners = owners.cpu()
         self._positions = positions.cpu()
         self._indices: dict[tuple[bool, ...], _Index] = {}
@@ -116,7 +125,7 @@ class RecordRows:
             rows_per_token=first.rows_per_token,
             static_exponent=first.static_exponent,
         )
-        return GatheredSite(part=part, valid=valid.to(self._device), num_places=index.num_valid)
+        return GatheredSite(part=part, valid=upload(valid, self._device), num_places=index.num_valid)
 
     def _gather_routing(self) -> GatheredRouting | None:
         index = self._index(lambda record: record.routed is not None)
@@ -131,13 +140,13 @@ class RecordRows:
             )
         return GatheredRouting(
             expert_ids=self._select([_routed(record) for record in found], index.rows),
-            valid=index.valid.to(self._device),
+            valid=upload(index.valid, self._device),
             layers=found[0].layers_routed,
         )
 
     def _select(self, arrays: list[Tensor], rows: Tensor) -> Tensor:
         joined = arrays[0] if len(arrays) == 1 else torch.cat(arrays)
-        return joined.index_select(0, rows).to(self._device)
+        return upload(joined.index_select(0, rows), self._device)
 
     def _index(self, has_rows: Callable[[Record], bool]) -> _Index | None:
         """Row of every place in the concatenated records that have rows; None if no place is valid."""

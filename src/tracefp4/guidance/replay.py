@@ -23,6 +23,7 @@ from tracefp4.guidance.gather import GatheredSite, RecordRows, check_same_rules
 from tracefp4.guidance.record import Record, Site, has_impossible_experts
 from tracefp4.guidance.site_record import FULL
 from tracefp4.ops.guided_quantize import Guide
+from tracefp4.ops.upload import upload
 
 Decoder = Literal["bracket", "nearest_cell"]
 
@@ -32,7 +33,7 @@ class ReplayBatch:
     """Records for one batch of B rows and T columns."""
 
     positions: Tensor
-    """int64 [B, T]: position in the trajectory of every token; -1 for padding."""
+    """int64 [B, T]: position in the trajectory of every token; -1 for padding. In host memory nothing waits for it."""
     records: Sequence[Record | None]
     """Records to follow: one per row, or as many as record_index addresses; None: no record (nearest)."""
     decoder: Decoder = "nearest_cell"
@@ -51,7 +52,13 @@ class ReplayBatch:
     """Codecs to try beside the one that is followed, at every site with a reference: what each would have left wrong
     of this pass's values goes into `Counters.residuals`. Needs references."""
     record_index: Tensor | None = None
-    """int64 [B, T]: record that a token belongs to (packed rows), -1 for none; None: row b has record b."""
+    """int64 [B, T]: record that a token belongs to (packed rows), -1 for none; None: row b has record b. Where
+    `positions` are."""
+    device: torch.device | None = None
+    """Where the sites compute; None: where `positions` are."""
+    counts_saturation: bool = True
+    """Whether sites count what their rounding could not represent (`formats.saturation`), which a GPU's host waits
+    for; False leaves those counts and their wholes 0."""
     counters: Counters = field(default_factory=Counters, init=False)
     """What the last pass of every site and router did."""
 
@@ -65,12 +72,15 @@ class ReplayBatch:
         for name, given in (("records", self.records), ("references", self.references)):
             self._check_count(name, given, owners)
         check_same_rules(self.records, references=self.references or ())
-        self.real = flat >= 0
-        self.num_real = int(self.real.sum())
-        self._rows = RecordRows(records=self.records, owners=owners, positions=flat)
+        real = flat >= 0
+        self.num_real = int(real.sum())
+        self.real = real if self.device is None else upload(real, self.device)
+        self._rows = RecordRows(records=self.records, owners=owners, positions=flat, device=self.device)
         self._references = None
         if self.references is not None:
-            self._references = RecordRows(records=self.references, owners=owners, positions=flat)
+            self._references = RecordRows(
+                records=self.references, owners=owners, positions=flat, device=self.device
+            )
         for name in self.candidates:
             codec_by_name(name)
         if self.candidates and self.references is None:

@@ -108,16 +108,12 @@ def _replayed(
         measured = compare(rounded=rounded, nearest=nearest, reference=reference)
         rule = Rule(scheme=scheme, exponent=exponent, decoder=batch.decoder, band=batch.band(site))
         _measure(x, nearest.outer, reference, site=site, rule=rule, batch=batch)
-    is_measured = guide is None or reference is not None
+    if batch.counts_saturation:
+        is_measured = guide is None or reference is not None
+        measured |= _ends(x, rounded, scheme, looks_at_all=guide is not None and is_measured, batch=batch)
+        if not is_measured:
+            del measured["values_clipped"]  # among recorded scales, only a look at all values would find them
     rows_per_place = x.shape[0] // max(1, batch.num_places)
-    ends = saturation(
-        x,
-        rounded.block_scales,
-        rounded.outer,
-        scheme,
-        is_recorded=guide is not None and is_measured,
-        rows=batch.real.repeat_interleave(rows_per_place),
-    )
     guided = batch.num_guided(site)
     batch.counters.sites[site] = SiteCounts(
         values=batch.num_real * rows_per_place * x.shape[1],
@@ -128,13 +124,29 @@ def _replayed(
         values_in_band=rounded.in_band,
         syndrome_blocks=batch.syndrome_blocks(site),
         blocks_undecoded=rounded.undecoded,
-        blocks=batch.num_real * rows_per_place * rounded.block_scales.shape[1],
-        blocks_clamped=ends.blocks_clamped,
-        blocks_floored=ends.blocks_floored,
-        values_clipped=ends.values_clipped if is_measured else None,
+        blocks=batch.num_real * rows_per_place * rounded.block_scales.shape[1] * batch.counts_saturation,
         **measured,
     )
     return rounded
+
+
+def _ends(
+    x: Tensor, rounded: Rounded, scheme: Scheme, *, looks_at_all: bool, batch: ReplayBatch
+) -> dict[str, Tensor]:
+    """Count what a rounding could not represent; the keys are fields of SiteCounts."""
+    found = saturation(
+        x,
+        rounded.block_scales,
+        rounded.outer,
+        scheme,
+        is_recorded=looks_at_all,
+        rows=batch.real.repeat_interleave(x.shape[0] // max(1, batch.num_places)),
+    )
+    return {
+        "blocks_clamped": found.blocks_clamped,
+        "blocks_floored": found.blocks_floored,
+        "values_clipped": found.values_clipped,
+    }
 
 
 def _measure(
@@ -172,7 +184,8 @@ def _rerouted(live: Tensor, *, layer: int, num_experts: int, batch: ReplayBatch)
         recorded, valid = found
         chosen = torch.where(valid[:, None], recorded, live)
         replayed = valid.sum()
-        changed = (chosen.sort(dim=-1).values != live.sort(dim=-1).values).any(-1).sum()
+        # ids of a row are distinct, so two sets of one size differ where one id is not in the other
+        changed = (~(chosen.unsqueeze(-1) == live.unsqueeze(-2)).any(-1).all(-1)).sum()
     batch.counters.routing[layer] = RoutingCounts(
         positions=batch.num_real, positions_replayed=replayed, positions_changed=changed
     )

@@ -11,13 +11,15 @@ The quantized copy of the weights is made once per weight version and shared by 
 recomputation. Writes through `.data`, which torch's version counter does not see (merging an adapter is one), are
 noticed by a fingerprint of the bits: one more read of the weights per forward. For a float32 [128, 1536, 2048] that
 takes 0.26 s on one CPU core, where making the FP4 copy takes 2.5 s; for a tiny model's [8, 64, 64] it takes 50
-microseconds. bf16 rounding is emulated at the outputs that a bf16 kernel would write.
+microseconds. Inside `steady_weights`, as in every call of the trainer, nobody writes, so the bits are not read, and
+copies live no longer than the call. bf16 rounding is emulated at the outputs that a bf16 kernel would write.
 
 Only whole matrices are quantized. FSDP gathers them before the forward, in memory whose version counter stands still
 (the fingerprint notices), and experts on other ranks are reached through `dispatch`. A part of a matrix is refused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,15 +55,16 @@ class WeightCopy:
     """The weight's data; held so that its address cannot be given to another tensor."""
     version: int
     """torch's version counter of the weight, which every in-place update raises but those through `.data`."""
-    fingerprint: int
-    """Of the weight's bits; notices the updates that the version does not count."""
+    fingerprint: int | None
+    """Of the weight's bits; notices the updates that the version does not count. None: not taken, as the copy does not
+    outlive a time in which there are none."""
     values: Tensor
     """Dequantized values, the weight's shape and dtype."""
 
     def is_of(self, weight: Tensor) -> bool:
         """Return whether the weight still is what was quantized; reads its bits only when nothing else tells."""
         is_same = self.version == weight._version and self.source.data_ptr() == weight.data_ptr()
-        return is_same and self.fingerprint == fingerprint(weight)
+        return is_same and (self.fingerprint is None or self.fingerprint == fingerprint(weight))
 
 
 @dataclass
@@ -90,6 +93,8 @@ class ExpertWeights:
     keeps_copies: bool = True
     """False quantizes in every forward and keeps nothing: for weights that FSDP frees after a layer, whose copies would
     hold as much memory as the unsharded experts."""
+    is_steady: bool = False
+    """True inside `steady_weights`."""
     _copies: dict[str, WeightCopy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -138,10 +143,17 @@ class ExpertWeights:
         self._copies.pop(name, None)
         if self.keeps_copies:
             self._copies[name] = WeightCopy(
-                source=source, version=weight._version, fingerprint=fingerprint(source), values=values
+                source=source,
+                version=weight._version,
+                fingerprint=None if self.is_steady else fingerprint(source),
+                values=values,
             )
         self.num_quantizations += 1
         return values
+
+    def forget(self) -> None:
+        """Drop the quantized copies."""
+        self._copies.clear()
 
     def rounded(self, x: Tensor, kind: SiteKind) -> tuple[Tensor, Tensor | None]:
         """Return the activations [N, K] as the experts see them, no gradient, and the mask of the clipped STE.
@@ -188,6 +200,29 @@ class ExpertWeights:
     def round(self, x: Tensor) -> Tensor:
         """Round in place what a bf16 kernel would have written, if this arithmetic emulates bf16."""
         return round_bf16_(x) if self.arithmetic.emulates_bf16 else x
+
+
+@contextmanager
+def steady_weights(model: nn.Module) -> Iterator[None]:
+    """Promise that weights are written in counted ways only inside (by optimizers, `copy_`; not through `.data`).
+
+    Versions then tell which copies hold; without it every forward reads all weights to be sure, and a GPU's host waits
+    for it. Copies made before are not used, and those made inside are dropped at the end.
+
+    Args:
+        model: patched by `patching.apply`; without patched experts nothing happens.
+    """
+    found = (getattr(module, "tracefp4", None) for module in model.modules())
+    states = [state for state in found if isinstance(state, ExpertWeights)]
+    try:
+        for state in states:
+            state.forget()
+            state.is_steady = True
+        yield
+    finally:
+        for state in states:
+            state.forget()
+            state.is_steady = False
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

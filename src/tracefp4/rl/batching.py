@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tracefp4.errors import ConfigError
+from tracefp4.ops.upload import upload
 from tracefp4.rl.samples import TrainingSample
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Return the batch with its tensors on a device; the records stay where they are."""
         moved = {
-            f.name: value.to(device)
+            f.name: upload(value, device)
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)
         }
@@ -166,7 +167,8 @@ def token_logprobs(
         input_ids: int64 [B, T], in [0, V) where `mask` is True.
         temperature: > 0.
         mask: bool [B, T], True where the log-prob is wanted; None wants all of t >= 1. Logits of other
-            entries are not read, so NaN at padding reaches neither values nor gradients.
+            entries are not read, so NaN at padding reaches neither values nor gradients. On any device; if it is in
+            host memory, nothing waits for the logits.
         chunk_tokens: tokens whose probabilities are held in memory at once, >= 1.
 
     Returns:
@@ -190,13 +192,16 @@ def token_logprobs(
             f"token_logprobs needs logits [B, T, V], input_ids and mask [B, T]; got {got}. "
             "Pass the whole padded batch, unshifted."
         )
-    wanted = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.clone()
+    wanted = torch.ones(input_ids.shape, dtype=torch.bool, device="cpu") if mask is None else mask.clone()
     wanted[:, 0] = False
-    predicted_by = wanted.roll(-1, dims=1)  # column 0 of `wanted` is False, so nothing wraps around
-    values = TokenLogprob.apply(logits[predicted_by], input_ids[wanted], temperature, max(1, chunk_tokens))
-    return torch.zeros(input_ids.shape, dtype=values.dtype, device=logits.device).masked_scatter(
-        wanted, values
-    )
+    places = upload(wanted.reshape(-1).nonzero()[:, 0], logits.device)
+    predicting = logits.flatten(0, 1).index_select(
+        0, places - 1
+    )  # column 0 is not wanted: no row reaches into another
+    labels = input_ids.reshape(-1).index_select(0, places)
+    values = TokenLogprob.apply(predicting, labels, temperature, max(1, chunk_tokens))
+    flat = torch.zeros(input_ids.numel(), dtype=values.dtype, device=logits.device)
+    return flat.index_copy(0, places, values).view(input_ids.shape)
 
 
 class TokenLogprob(torch.autograd.Function):

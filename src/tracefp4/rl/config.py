@@ -25,6 +25,16 @@ class ModelConfig:
 
     path: str
     """Local directory of a Hugging Face checkpoint of the Qwen3-MoE family, tokenizer included. Required."""
+    device: str = "auto"
+    """Where engine and trainer compute: `cpu`, `cuda`, `cuda:1`; `auto` is `cuda` where there is one. A resumed run
+    stays on the kind of device, and in the arithmetic, that it was started on."""
+    arithmetic: Literal["auto", "emulated", "native"] = "auto"
+    """`native`: bf16 tensors; `emulated`: bf16 values in float32 storage, rounded where bf16 would be written; `auto`
+    is `native` on `cuda` and `emulated` on `cpu`, where bf16 products are about 100 times slower."""
+
+    def __post_init__(self) -> None:
+        known = self.device in ("auto", "cpu", "cuda") or self.device.removeprefix("cuda:").isdigit()
+        _require(known, "model.device", self.device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +182,10 @@ class TrainConfig:
     """Decay of the two Adam moments."""
     grad_clip: float = 1.0
     """Largest gradient norm; 0 switches clipping off."""
+    optimizer_states: Literal["float32", "8bit", "host"] = "float32"
+    """Adam's two moments beside the float32 master weights: `float32` on the device (8 bytes a parameter), `8bit` there
+    (2 bytes, needs the `adam8bit` extra), or `host`: moments and masters in pinned host memory, streamed through the
+    device at every step."""
     micro_batch_tokens: int = 4096
     """Most tokens in one forward pass of the trainer, padding included unless samples are packed."""
     optimizer_steps_per_rollout: int = 1
@@ -258,6 +272,9 @@ class RunSettings:
     """Also write metrics for TensorBoard (needs the `tensorboard` extra)."""
     wandb: bool = False
     """Also send metrics to Weights & Biases (needs the `wandb` extra and its own log-in)."""
+    time_limit_s: float = 0.0
+    """Wall-clock seconds, from the first evaluation or step on, after which no further step begins; the run then ends
+    as after its last step, with a checkpoint and the last evaluation, and --resume goes on. 0: no limit."""
     eval_every: int = 0
     """Steps between evaluations on held-out items; 0 evaluates before and after only."""
     eval_temperature: float = 0.0
@@ -268,7 +285,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         _require(bool(self.dir), "run.dir", self.dir, "a directory name")
         _require(self.keep_last >= 1, "run.keep_last", self.keep_last, "1 or more")
-        for name in ("checkpoint_every", "eval_every", "eval_items"):
+        for name in ("checkpoint_every", "eval_every", "eval_items", "time_limit_s"):
             _require(getattr(self, name) >= 0, f"run.{name}", getattr(self, name), "0 or more")
 
 

@@ -15,9 +15,10 @@ from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import EMULATED
 from tracefp4.patching import Plan, PlanRules, apply
 from tracefp4.rl import checkpoint
-from tracefp4.rl.config import RolloutConfig, RunConfig
+from tracefp4.rl.config import ModelConfig, RolloutConfig, RunConfig
 from tracefp4.rl.evaluation import Evaluation, evaluate_task
 from tracefp4.rl.opening import CALIBRATION_PROMPTS
+from tracefp4.rl.placement import Placement, placement_of
 from tracefp4.rl.planning import calibrated_plan, remembered_plan, rules_of
 from tracefp4.rl.policy import Policy, load_policy
 from tracefp4.rl.prompts import build_held_out, build_source, encode
@@ -50,28 +51,31 @@ class Deployed:
     """What an engine is built on: the model, or the stored bytes of an FP4 checkpoint."""
     cache: str
     """One line on K and V: their schemes, and whether exponents are the run's or calibrated here."""
+    placement: Placement
+    """Where the engine computes, and in which arithmetic."""
 
 
-def load_deployed(path: str | Path, *, mode: str = "fp4") -> Deployed:
+def load_deployed(path: str | Path, *, mode: str = "fp4", device: str = "auto") -> Deployed:
     """Load a checkpoint for generation.
 
     Args:
         path: a local Hugging Face checkpoint of a supported family. One that a run wrote is quantized by the
             run's own rules; an FP4 checkpoint is taken as it is stored.
         mode: `fp4` (rounded to nearest) or `bf16`.
+        device: as `model.device` of a recipe.
 
     Raises:
         ConfigError: a checkpoint that cannot be used, or an unknown mode.
     """
     default = PlanRules(mode=mode, guidance="none")
-    source = _load(path)
+    source, placement = _load(ModelConfig(path=str(path), device=device))
     policy = source if isinstance(source, Policy) else source.policy
     summary = _summary(policy)
     rules = default if not summary else replace(rules_of(summary), mode=mode, guidance="none")
     if isinstance(source, StoredPolicy):
         rules = stored_rules(source, default)
     texts = [policy.tokenizer.encode(text) for text in CALIBRATION_TEXTS]
-    return _deployed(source, rules, calibration=texts)
+    return _deployed(source, rules, placement, calibration=texts)
 
 
 def evaluate_checkpoint(
@@ -94,17 +98,19 @@ def evaluate_checkpoint(
             wrote the checkpoint.
     """
     source = build_held_out(config.task)  # the items that a run of this recipe evaluates on
-    loaded = _load(config.model.path)
+    loaded, placement = _load(config.model)
     policy = loaded if isinstance(loaded, Policy) else loaded.policy
     training = build_source(config.task)
     prompts = [encode(training.item(i), tokenizer=policy.tokenizer) for i in range(CALIBRATION_PROMPTS)]
-    deployed = _deployed(loaded, replace(config.quantization, guidance="none"), calibration=prompts)
+    deployed = _deployed(
+        loaded, replace(config.quantization, guidance="none"), placement, calibration=prompts
+    )
     if tell is not None:
         tell(deployed.cache)
     engine = build_engine(
         deployed.weights,
         deployed.plan,
-        arithmetic=EMULATED,
+        arithmetic=placement.arithmetic,
         rollout=config.rollout,
         records=False,
         options=EngineOptions(decode=reader(policy.tokenizer)),
@@ -146,7 +152,7 @@ def generate_text(
     engine = build_engine(
         deployed.weights,
         deployed.plan,
-        arithmetic=EMULATED,
+        arithmetic=deployed.placement.arithmetic,
         rollout=_sizes(ids, params),
         records=False,
     )
@@ -156,20 +162,31 @@ def generate_text(
     ]
 
 
-def _load(path: str | Path) -> Policy | StoredPolicy:
-    return load_stored(path) if is_fp4_checkpoint(path) else load_policy(path)
+def _load(config: ModelConfig) -> tuple[Policy | StoredPolicy, Placement]:
+    """The checkpoint where it is to compute. `auto` is emulated for stored bytes that bf16 storage cannot hold."""
+    placement = placement_of(config)
+    if not is_fp4_checkpoint(config.path):
+        return load_policy(config.path, placement=placement), placement
+    found = load_stored(config.path)
+    if config.arithmetic == "auto" and not found.is_exact_in_bf16:
+        placement = replace(placement, arithmetic=EMULATED)
+    return found.on(placement.device), placement
 
 
 def _deployed(
-    source: Policy | StoredPolicy, rules: PlanRules, *, calibration: Sequence[Sequence[int]]
+    source: Policy | StoredPolicy,
+    rules: PlanRules,
+    placement: Placement,
+    *,
+    calibration: Sequence[Sequence[int]],
 ) -> Deployed:
     if isinstance(source, StoredPolicy):
         policy, made, weights = source.policy, stored_plan(source, rules, prompts=calibration), source
         is_known = source.stored.cache is not None
     else:
-        policy, made, weights = source, _plan(source, rules, calibration), source.model
+        policy, made, weights = source, _plan(source, rules, placement, calibration), source.model
         is_known = _is_fp4_run(_summary(policy))
-        apply(policy.model, made, arithmetic=EMULATED)
+        apply(policy.model, made, arithmetic=placement.arithmetic)
     defaults = policy.defaults
     params = SamplingParams(
         max_tokens=MAX_TOKENS,
@@ -179,7 +196,9 @@ def _deployed(
         stop_token_ids=defaults.stop_token_ids,
     )
     cache = _cache_line(made, "of the run" if is_known else f"calibrated on {len(calibration)} prompts")
-    return Deployed(policy=policy, plan=made, params=params, weights=weights, cache=cache)
+    return Deployed(
+        policy=policy, plan=made, params=params, weights=weights, cache=cache, placement=placement
+    )
 
 
 def _cache_line(made: Plan, origin: str) -> str:
@@ -187,12 +206,14 @@ def _cache_line(made: Plan, origin: str) -> str:
     return f"K and V: {', '.join(schemes)}, exponents {origin}" if schemes else "K and V: bf16"
 
 
-def _plan(policy: Policy, rules: PlanRules, calibration: Sequence[Sequence[int]]) -> Plan:
+def _plan(
+    policy: Policy, rules: PlanRules, placement: Placement, calibration: Sequence[Sequence[int]]
+) -> Plan:
     """Round as the run that wrote this checkpoint did, or calibrate."""
     summary = _summary(policy)
     if rules.mode == "fp4" and _is_fp4_run(summary):
         return remembered_plan(policy.model, rules, summary=summary)
-    return calibrated_plan(policy, rules, prompts=calibration, arithmetic=EMULATED)
+    return calibrated_plan(policy, rules, prompts=calibration, arithmetic=placement.arithmetic)
 
 
 def _is_fp4_run(summary: dict[str, Any]) -> bool:

@@ -6,10 +6,11 @@ larger stands. This module counts nothing itself (`guidance.counters` does).
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tracefp4.guidance import ReplayBatch, Site
-from tracefp4.guidance.counters import SiteCounts
+from tracefp4.guidance import Site
+from tracefp4.guidance.counters import Counters, SiteCounts, resolve
 from tracefp4.patching import Plan
 
 
@@ -40,19 +41,26 @@ class Following:
     clipped: int = 0
     """Those beyond the largest code of their block's scale."""
 
-    def add(self, batch: ReplayBatch, *, plan: Plan) -> None:
-        """Add the counters of a batch that has run."""
-        for site, counts in batch.counters.sites.items():
-            found = counts.resolved()
-            self._add_rounding(site, found)
-            if site in plan.guided_sites:
-                self.values += found.values
-                if found.positions:  # a site has as many values at every position
-                    self.values_guided += found.values // found.positions * found.positions_guided
-                self.changed += int(found.values_changed)
-                self.in_band += int(found.values_in_band or 0)
-                self.positions += found.positions
-                self.positions_guided += found.positions_guided
+    @classmethod
+    def of(cls, batches: Iterable[Counters], *, plan: Plan) -> "Following":
+        """Return the sums over the counters of batches that have run, read from a device at once."""
+        total = cls()
+        counted = [entry for counters in batches for entry in counters.sites.items()]
+        for (site, _), found in zip(counted, resolve([counts for _, counts in counted]), strict=True):
+            total.add(site, found, plan=plan)
+        return total
+
+    def add(self, site: Site, found: SiteCounts, *, plan: Plan) -> None:
+        """Add the counts of one site in one batch, as plain ints."""
+        self._add_rounding(site, found)
+        if site in plan.guided_sites:
+            self.values += found.values
+            if found.positions:  # a site has as many values at every position
+                self.values_guided += found.values // found.positions * found.positions_guided
+            self.changed += int(found.values_changed)
+            self.in_band += int(found.values_in_band or 0)
+            self.positions += found.positions
+            self.positions_guided += found.positions_guided
 
     def _add_rounding(self, site: Site, found: SiteCounts) -> None:
         self.blocks[site] += found.blocks

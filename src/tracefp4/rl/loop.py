@@ -5,7 +5,9 @@ the state of a run is the optimizer, the prompt cursor, the weight version, the 
 the groups under way; with those restored, a resumed run ends in the same bytes as an uninterrupted one (on a CPU).
 """
 
+import math
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -82,14 +84,18 @@ def _steps(run: Run, maker: RolloutMaker, writer: MetricWriter, interrupted: lis
     updater = Updater(run.trainer, config, reference=run.reference)
     params = sampling_params(config, run.policy.defaults)
     saved_step = run.step
-    while run.step < config.train.steps:
+    limit_s = config.run.time_limit_s or math.inf
+    started = time.monotonic()
+    is_over = run.step >= config.train.steps
+    while not is_over:
         if _is_evaluation_step(config, run.step):
             _evaluate_once(run)
         if not interrupted:
             writer.write(_step(run, maker, updater, params))
             run.step += 1
         every = config.run.checkpoint_every
-        is_due = run.step == config.train.steps or bool(every and run.step % every == 0)
+        is_over = run.step >= config.train.steps or time.monotonic() - started >= limit_s
+        is_due = is_over or bool(every and run.step % every == 0)
         if (is_due or interrupted) and run.step > saved_step:
             run.save()
             saved_step = run.step

@@ -184,11 +184,12 @@ def grpo_loss(logprobs: Tensor, *, data: LossData, config: LossConfig, denominat
     loss = _aggregate(token_loss, mask=mask, config=config) / max(denominator, 1.0)
     with torch.no_grad():
         tokens = _Tokens(mask, ratio, (old - rollout).clamp(-bound, bound).exp(), weight, kept, advantage)
-        metrics = _metrics(tokens, config=config)
-        num_tokens = max(metrics["num_tokens"], 1.0)
-        metrics["surrogate"] = _masked_sum(weight * surrogate, mask) / num_tokens
-        metrics["reference_kl"] = _masked_sum(divergence, mask) / num_tokens
-        metrics["dual_clip_fraction"] = _masked_sum((surrogate < unbounded).to(dtype), mask) / num_tokens
+        means = {
+            "surrogate": weight * surrogate,
+            "reference_kl": divergence,
+            "dual_clip_fraction": surrogate < unbounded,
+        }
+        metrics = _metrics(tokens, means, config=config)
     return LossOutput(loss, metrics)
 
 
@@ -222,6 +223,10 @@ def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
             weighted = sum(part[name] * part["num_tokens"] for part in filled)
             merged[name] = weighted / total if total else values[0]
     return merged
+
+
+_ONE_IF_EMPTY = ("ratio_mean", "tis_mean", "tis_raw_mean")
+"""Means that are 1 where nothing is trained."""
 
 
 def _importance_weight(log_weight: Tensor, *, config: LossConfig) -> tuple[Tensor, Tensor]:
@@ -271,37 +276,33 @@ class _Tokens:
     advantage: Tensor
 
 
-def _metrics(tokens: _Tokens, *, config: LossConfig) -> dict[str, float]:
-    """Means, extrema and fractions over trained tokens; without any, ratios are 1 and fractions 0."""
-    mask = tokens.mask
-    num_tokens = float(mask.sum().item())
-    ratio, raw = tokens.ratio[mask], tokens.raw_weight[mask]
-    weight, advantage = tokens.weight[mask], tokens.advantage[mask]
-    is_low = (ratio < 1.0 - config.clip_low) & (advantage < 0)
-    is_high = (ratio > 1.0 + config.clip_high) & (advantage > 0)
+def _metrics(tokens: _Tokens, means: Mapping[str, Tensor], *, config: LossConfig) -> dict[str, float]:
+    """Means, extrema and fractions over trained tokens, read from a device at once; without any, ratios are 1 and
+    fractions 0. `means` are further quantities [B, T] whose mean is wanted."""
+    mask, ratio, raw = tokens.mask, tokens.ratio, tokens.raw_weight
+    is_low = (ratio < 1.0 - config.clip_low) & (tokens.advantage < 0)
+    is_high = (ratio > 1.0 + config.clip_high) & (tokens.advantage > 0)
     is_capped = raw > config.tis_cap if config.tis_cap is not None else torch.zeros_like(is_low)
-    return {
-        "num_tokens": num_tokens,
-        "ratio_mean": _mean(ratio, empty=1.0),
-        "ratio_max": ratio.max().item() if num_tokens else 1.0,
-        "ratio_min": ratio.min().item() if num_tokens else 1.0,
-        "clip_low_fraction": _mean(is_low, empty=0.0),
-        "clip_high_fraction": _mean(is_high, empty=0.0),
-        "tis_mean": _mean(weight, empty=1.0),
-        "tis_raw_mean": _mean(raw, empty=1.0),
-        "tis_raw_max": raw.max().item() if num_tokens else 1.0,
-        "tis_clipped_fraction": _mean(is_capped, empty=0.0),
-        "tis_dropped_fraction": _mean(~tokens.kept[mask], empty=0.0),
-        "policy_kl": _mean(ratio - 1.0 - ratio.log(), empty=0.0),
+    averaged = {
+        "ratio_mean": ratio,
+        "clip_low_fraction": is_low,
+        "clip_high_fraction": is_high,
+        "tis_mean": tokens.weight,
+        "tis_raw_mean": raw,
+        "tis_clipped_fraction": is_capped,
+        "tis_dropped_fraction": ~tokens.kept,
+        "policy_kl": ratio - 1.0 - ratio.log(),
+        **means,
     }
-
-
-def _mean(values: Tensor, *, empty: float) -> float:
-    return values.to(torch.float64).mean().item() if values.numel() else empty
-
-
-def _masked_sum(values: Tensor, mask: Tensor) -> float:
-    return torch.where(mask, values, 0.0).sum().item()
+    extremes = {"ratio_max": ratio, "tis_raw_max": raw, "ratio_min": -ratio}
+    sums = [torch.where(mask, values.to(torch.float64), 0.0).sum() for values in averaged.values()]
+    largest = [torch.where(mask, values, -torch.inf).amax().to(torch.float64) for values in extremes.values()]
+    num_tokens, *read = torch.stack([mask.sum().to(torch.float64), *sums, *largest]).tolist()
+    if not num_tokens:
+        read = [float(name in _ONE_IF_EMPTY) for name in averaged] + [1.0, 1.0, -1.0]
+    found = dict(zip((*averaged, *extremes), read, strict=True))
+    divided = {name: found[name] / max(num_tokens, 1.0) for name in averaged}
+    return {"num_tokens": num_tokens, **found, **divided, "ratio_min": -found["ratio_min"]}
 
 
 def _check(logprobs: Tensor, *, data: LossData, config: LossConfig, denominator: float) -> None:
@@ -345,14 +346,16 @@ def _check(logprobs: Tensor, *, data: LossData, config: LossConfig, denominator:
 
 
 def _check_finite(tensors: Mapping[str, Tensor], *, mask: Tensor) -> None:
-    for name, tensor in tensors.items():
-        bad = mask & ~torch.isfinite(tensor.detach())
-        if bad.any():
-            row, column = (int(index) for index in bad.nonzero()[0])
+    bad = torch.stack([mask & ~torch.isfinite(tensor.detach()) for tensor in tensors.values()])
+    if not bool(bad.any()):
+        return
+    for (name, tensor), found in zip(tensors.items(), bad, strict=True):
+        if found.any():
+            row, column = (int(index) for index in found.nonzero()[0])
             raise RecordError(
                 f"grpo_loss needs finite {name} at trained tokens; got {tensor[row, column].item()} at "
                 f"sample {row}, "
-                f"position {column} ({int(bad.sum())} in all). Find the forward that produced it, or mask "
+                f"position {column} ({int(found.sum())} in all). Find the forward that produced it, or mask "
                 "the sample."
             )
 

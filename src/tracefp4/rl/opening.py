@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from tracefp4.errors import ConfigError
-from tracefp4.formats.arithmetic import EMULATED
 from tracefp4.patching import Plan, PlanRules, apply, plan
 from tracefp4.rl import checkpoint
 from tracefp4.rl.alarms import SaturationAlarm
 from tracefp4.rl.config import RecordsConfig, RunConfig
 from tracefp4.rl.environments import build_environment
-from tracefp4.rl.optimizer import MasterWeightAdamW
+from tracefp4.rl.optimizer_states import build_optimizer, check_states
 from tracefp4.rl.partial import Group, PartialRollouts, check_restorable
 from tracefp4.rl.pending import groups_from_bytes, samples_from_bytes
+from tracefp4.rl.placement import Placement, check_resumed, placement_of
 from tracefp4.rl.planning import calibrated_plan, remembered_plan
 from tracefp4.rl.policy import Policy, load_policy
 from tracefp4.rl.prompts import build_held_out, build_scorer, build_stream, encode
@@ -63,19 +63,22 @@ def open_run(
             change the result.
     """
     _check_key(config.records)
+    placement = placement_of(config.model)
+    check_states(config.train.optimizer_states, placement.device)
     build_scorer(config.task).close()
     manifest = directory.read_json("manifest.json") if directory.is_begun else None
     if manifest is not None:
+        check_resumed(manifest.get("placement"), placement)
         _check_settings(str(manifest["config_digest"]), directory.read_json("config.json"), config)
     held_out = build_held_out(config.task) if config.run.eval_items else None
     if manifest is not None and held_out is not None:
         _check_evaluations(manifest, evaluated_on(config, held_out))
     found = None if manifest is None else checkpoint.latest(directory.checkpoints)
     state = None if found is None else checkpoint.load_state(found)
-    policy = load_policy(config.model.path if found is None else found)
+    policy = load_policy(config.model.path if found is None else found, placement=placement)
     stream = build_stream(config.task, reserved=config.run.eval_items)
-    run_plan, choice = _plan(config, policy, stream.source, manifest, on_event)
-    trainer = _trainer(config, policy, run_plan)
+    run_plan, choice = _plan(config, policy, placement, stream.source, manifest, on_event)
+    trainer = _trainer(config, policy, run_plan, placement)
     version = 0
     if found is not None and state is not None:
         _restore(trainer, stream, found, state)
@@ -96,7 +99,7 @@ def open_run(
         ),
         stream=stream,
         held_out=held_out,
-        reference=_reference(config, trainer),
+        reference=_reference(config, trainer, placement),
     )
     groups: list[Group] = []
     if found is not None and state is not None:
@@ -107,7 +110,9 @@ def open_run(
         groups = groups_from_bytes(rollouts[checkpoint.UNDER_WAY], task_of=stream.source.item)
     run.partial = _partial(run, groups)
     if manifest is None:
-        run.begin({} if choice is None else {"rates": choice.summary()})
+        run.begin(
+            {"placement": placement.summary()} | ({} if choice is None else {"rates": choice.summary()})
+        )
     if resume:
         checkpoint.discard_after(directory.checkpoints, found)
     directory.cut_metrics(first_step=run.step)
@@ -151,22 +156,27 @@ def _records(config: RunConfig, directory: RunDirectory, *, first_step: int) -> 
     return RunRecords(store, retention=retention, first_step=first_step)
 
 
-def _trainer(config: RunConfig, policy: Policy, run_plan: Plan) -> PolicyTrainer:
+def _trainer(config: RunConfig, policy: Policy, run_plan: Plan, placement: Placement) -> PolicyTrainer:
     """Patch the policy's model and put optimizer and scorer on it."""
-    applied = apply(policy.model, run_plan, arithmetic=EMULATED)
+    applied = apply(policy.model, run_plan, arithmetic=placement.arithmetic)
     if config.train.activation_checkpointing == "full":
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         policy.model.train()
     settings = config.train
     return PolicyTrainer(
         applied=applied,
-        arithmetic=EMULATED,
+        arithmetic=placement.arithmetic,
         pad_id=policy.pad_id,
         temperature=sampling_params(config, policy.defaults)(0).temperature,
         micro_batch_tokens=settings.micro_batch_tokens,
         packing=settings.packing,
-        optimizer=MasterWeightAdamW(
-            policy.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        optimizer=build_optimizer(
+            policy.model,
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            states=settings.optimizer_states,
+            emulates_bf16=placement.arithmetic.emulates_bf16,
         ),
         alarm=SaturationAlarm(limit=settings.saturation_alarm),
     )
@@ -175,6 +185,7 @@ def _trainer(config: RunConfig, policy: Policy, run_plan: Plan) -> PolicyTrainer
 def _plan(
     config: RunConfig,
     policy: Policy,
+    placement: Placement,
     source: TaskSource,
     manifest: dict[str, Any] | None,
     on_event: Callable[[str], None],
@@ -188,14 +199,14 @@ def _plan(
         for i in range(CALIBRATION_PROMPTS)
     ]
     _check_length(config, longest_prompt=max(map(len, prompts)))
-    made = calibrated_plan(policy, config.quantization, prompts=prompts, arithmetic=EMULATED)
+    made = calibrated_plan(policy, config.quantization, prompts=prompts, arithmetic=placement.arithmetic)
     if config.rollout.partial_groups:
         check_restorable(made)
     if not made.needs_calibration:
         return made, None
     bed = SameTokens(
         policy=policy,
-        arithmetic=EMULATED,
+        arithmetic=placement.arithmetic,
         rollout=config.rollout,
         micro_batch_tokens=config.train.micro_batch_tokens,
     )
@@ -212,11 +223,11 @@ def _restore(trainer: PolicyTrainer, stream: TaskStream, found: Path, state: che
     stream.restore(state.data)
 
 
-def _reference(config: RunConfig, trainer: PolicyTrainer) -> PolicyTrainer | None:
+def _reference(config: RunConfig, trainer: PolicyTrainer, placement: Placement) -> PolicyTrainer | None:
     """The starting checkpoint as a second model in bf16, which follows no record; None without a KL term."""
     if config.loss.kl_coef == 0:
         return None
-    policy = load_policy(config.model.path)
+    policy = load_policy(config.model.path, placement=placement)
     policy.model.requires_grad_(False)
     made = plan(policy.model, PlanRules(mode="bf16", guidance="none", replay_routing=False))
     applied = apply(policy.model, made, arithmetic=trainer.arithmetic)

@@ -8,6 +8,7 @@ be sharded over ranks; the state is always that of whole parameters, so it may b
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class MasterWeightAdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         emulates_bf16: bool = True,
+        decays_vectors: bool = False,
     ) -> None:
         """Take the model's trainable parameters; masters start as exact copies of them.
 
@@ -45,8 +47,9 @@ class MasterWeightAdamW:
             model: parameters already hold bf16 values (see `patching.apply`).
             lr: peak learning rate; `step(lr_scale)` multiplies it.
             betas: AdamW's moments.
-            weight_decay: decoupled; applied to matrices (2-D and more) only, never to norms.
+            weight_decay: decoupled; applied to matrices (2-D and more).
             emulates_bf16: round the copies to bf16 values; False leaves it to the storage dtype.
+            decays_vectors: decay norms and biases, too.
         """
         self.lr = lr
         self.emulates_bf16 = emulates_bf16
@@ -54,11 +57,30 @@ class MasterWeightAdamW:
         self.copies = [p for p in model.parameters() if p.requires_grad]
         if not self.copies:
             raise ConfigError("optimizer: the model has no trainable parameter.")
-        self.masters = [nn.Parameter(p.detach().clone().to(_master_dtype(p))) for p in self.copies]
-        decayed = [m for m in self.masters if m.dim() > 1]
-        plain = [m for m in self.masters if m.dim() <= 1]
+        self.masters = [self._master(p, _master_dtype(p)) for p in self.copies]
+        self._copy_of = dict(zip(self.masters, self.copies, strict=True))
+        self._least_decayed = 0 if decays_vectors else 2
+        self.adamw = self._adamw(betas, weight_decay)
+
+    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Return torch's parameter groups of the masters: those that decay, and those that do not."""
+        decayed = [m for m in self.masters if m.dim() >= self._least_decayed]
+        plain = [m for m in self.masters if m.dim() < self._least_decayed]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas)
+        return [group for group in groups if group["params"]]
+
+    def _master(self, copy: Tensor, dtype: torch.dtype) -> nn.Parameter:
+        return nn.Parameter(copy.detach().clone().to(dtype))
+
+    def _adamw(self, betas: tuple[float, float], weight_decay: float) -> torch.optim.Optimizer:
+        is_fused = all(master.is_cuda for master in self.masters)
+        return torch.optim.AdamW(
+            self.groups(weight_decay), lr=self.lr, betas=betas, fused=True if is_fused else None
+        )
+
+    def _set_rate(self, lr: float) -> None:
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
 
     def step(self, *, lr_scale: float = 1.0, grad_clip: float = 0.0) -> StepResult:
         """Clip, update the masters, write the bf16 copies, clear the gradients.
@@ -73,21 +95,24 @@ class MasterWeightAdamW:
         """
         for master, copy in zip(self.masters, self.copies, strict=True):
             master.grad = None if copy.grad is None else copy.grad.to(master.dtype)
+            copy.grad = None
         norm = nn.utils.clip_grad_norm_(self.masters, grad_clip if grad_clip > 0 else float("inf"))
         is_taken = bool(torch.isfinite(norm))
         if is_taken:
-            for group in self.adamw.param_groups:
-                group["lr"] = self.lr * lr_scale
+            self._set_rate(self.lr * lr_scale)
             self.adamw.step()
             self._write_copies()
-        for master, copy in zip(self.masters, self.copies, strict=True):
-            master.grad = copy.grad = None
+        for master in self.masters:
+            master.grad = None
         return StepResult(norm=float(norm), is_taken=is_taken)
 
     @torch.no_grad()
     def _write_copies(self) -> None:
         for master, copy in zip(self.masters, self.copies, strict=True):
-            copy.copy_(round_bf16(master) if self.emulates_bf16 else master)
+            self._write_copy(copy, master)
+
+    def _write_copy(self, copy: Tensor, master: Tensor) -> None:
+        copy.copy_(round_bf16(master) if self.emulates_bf16 else master)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return masters and moments by name, for a checkpoint.
@@ -97,11 +122,24 @@ class MasterWeightAdamW:
         tensors: dict[str, Tensor] = {}
         for name, master in zip(self.names, self.masters, strict=True):
             tensors[f"master.{name}"] = _whole(master.detach())
-            for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{key}.{name}"] = (
-                    _whole(value) if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
-                )
+            for key, value in self._moments(master).items():
+                tensors[f"{key}.{name}"] = _whole(value)
         return tensors
+
+    def _moments(self, master: nn.Parameter) -> dict[str, Tensor]:
+        """Step and moments of a master in float32; {} before its first step."""
+        return {
+            key: value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+            for key, value in self.adamw.state.get(master, {}).items()
+        }
+
+    def _restore_moments(self, master: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
+        # a fused step counts on the device, any other in host memory
+        where = master.device if self.adamw.defaults.get("fused") else torch.device("cpu")
+        self.adamw.state[master] = {
+            key: (value.to(where) if key == "step" else value.to(master.device)).clone()
+            for key, value in moments.items()
+        }
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -122,14 +160,14 @@ class MasterWeightAdamW:
         for name, master in zip(self.names, self.masters, strict=True):
             master.copy_(_laid_out(tensors[f"master.{name}"], like=master))
             moments = {
-                key: _laid_out(tensors[f"{key}.{name}"], like=master).clone()
+                key: _laid_out(tensors[f"{key}.{name}"], like=master)
                 for key in ("exp_avg", "exp_avg_sq")
                 if f"{key}.{name}" in tensors
             }
             if f"step.{name}" in tensors:
-                moments["step"] = tensors[f"step.{name}"].clone()
+                moments["step"] = tensors[f"step.{name}"]
             if moments:
-                self.adamw.state[master] = moments
+                self._restore_moments(master, moments)
         self._write_copies()
 
 

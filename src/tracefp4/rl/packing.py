@@ -11,12 +11,13 @@ Letters: B samples, T their padded length, N tokens in the packed row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tracefp4.errors import ConfigError
+from tracefp4.ops.upload import upload
 from tracefp4.rl.batching import Batch
 
 
@@ -36,6 +37,16 @@ class PackedRow:
     """int64 [N], where each token stands in the padded batch: b * T + t."""
     shape: tuple[int, int]
     """(B, T) of the padded batch."""
+
+    def to(self, device: torch.device) -> PackedRow:
+        """Return the row with its tensors on a device."""
+        return replace(
+            self,
+            input_ids=upload(self.input_ids, device),
+            positions=upload(self.positions, device),
+            record_index=upload(self.record_index, device),
+            places=upload(self.places, device),
+        )
 
     def packed(self, values: Tensor) -> Tensor:
         """Take values [B, T] of the padded batch to the row: [1, N]."""

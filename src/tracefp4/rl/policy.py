@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tracefp4.errors import ConfigError
 from tracefp4.patching.plan import SUPPORTED_ARCHITECTURES
+
+if TYPE_CHECKING:
+    from tracefp4.rl.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +33,7 @@ class Policy:
     """A loaded checkpoint."""
 
     model: Any
-    """transformers' own class, float32, in eval mode."""
+    """transformers' own class, in eval mode; float32 unless it was loaded for another arithmetic."""
     tokenizer: Any
     """The checkpoint's tokenizer."""
     defaults: GenerationDefaults
@@ -45,8 +48,12 @@ class Policy:
         return int(self.defaults.stop_token_ids[0] if pad is None else pad)
 
 
-def load_policy(path: str | Path) -> Policy:
+def load_policy(path: str | Path, *, placement: "Placement | None" = None) -> Policy:
     """Load model, tokenizer and generation defaults.
+
+    Args:
+        path: a local checkpoint.
+        placement: device of the model, and the arithmetic whose dtype its parameters get; None: the CPU, float32.
 
     Raises:
         ConfigError: no such directory, no config.json, an unsupported architecture, no tokenizer, no weights, or
@@ -58,7 +65,7 @@ def load_policy(path: str | Path) -> Policy:
             f"model.path: {directory} is a quantized checkpoint, which can be evaluated and sampled from, but not "
             "trained. Give the checkpoint that it was made from, or decode it with `tracefp4 import --dequantize`."
         )
-    return policy_of(_loaded(directory), load_tokenizer(directory), path=directory)
+    return policy_of(_loaded(directory, placement), load_tokenizer(directory), path=directory)
 
 
 def policy_of(model: Any, tokenizer: Any, *, path: Path) -> Policy:
@@ -121,16 +128,17 @@ def load_tokenizer(directory: Path) -> Any:
         ) from error
 
 
-def _loaded(directory: Path) -> Any:
-    """Model in float32; a weight that the files lack is an error, never a random tensor."""
+def _loaded(directory: Path, placement: "Placement | None") -> Any:
+    """The model; a weight that the files lack is an error, never a random tensor."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    dtype: torch.dtype = torch.float32 if placement is None else placement.arithmetic.torch_dtype
     try:
         with no_progress_bars():
             model, found = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
+                directory, dtype=dtype, local_files_only=True, output_loading_info=True
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
@@ -142,7 +150,7 @@ def _loaded(directory: Path) -> Any:
             f"model.path: {directory} lacks {len(missing)} weights of its model, e.g. {', '.join(missing[:3])}. "
             "Download the checkpoint again."
         )
-    return model.eval()
+    return model.eval() if placement is None else model.eval().to(placement.device)
 
 
 @contextmanager

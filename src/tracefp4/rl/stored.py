@@ -36,7 +36,7 @@ class StoredPolicy:
     """An FP4 checkpoint as a policy."""
 
     policy: Policy
-    """Model of the decoded values, tokenizer, defaults."""
+    """Model of the decoded values, tokenizer, defaults; float32 in host memory, for plans and calibration alone."""
     stored: Fp4Model
     """Schemes, exponents, and where they hold."""
     state: Mapping[str, Tensor | BlockTensor]
@@ -50,6 +50,17 @@ class StoredPolicy:
     def state_dict(self) -> Mapping[str, Tensor | BlockTensor]:
         """Return `state`."""
         return self.state
+
+    @property
+    def is_exact_in_bf16(self) -> bool:
+        """Whether bf16 storage holds what weights and inputs are rounded to."""
+        schemes = [given.scheme for given in self.state.values() if isinstance(given, BlockTensor)]
+        schemes += [] if self.stored.activation is None else [self.stored.activation]
+        return all(scheme.is_exact_in_bf16 for scheme in schemes)
+
+    def on(self, device: torch.device) -> "StoredPolicy":
+        """Return it with `state` on a device."""
+        return replace(self, state={name: _moved(given, device) for name, given in self.state.items()})
 
 
 def is_fp4_checkpoint(path: str | Path) -> bool:
@@ -146,6 +157,17 @@ def stored_plan(found: StoredPolicy, rules: PlanRules, *, prompts: Sequence[Sequ
         found_there = calibrated_plan(found.policy, decoded, prompts=prompts, arithmetic=EMULATED)
         exponents = found_there.static_exponents | exponents
     return plan(model, own).with_exponents(exponents)
+
+
+def _moved(given: Tensor | BlockTensor, device: torch.device) -> Tensor | BlockTensor:
+    if isinstance(given, Tensor):
+        return given.to(device)
+    return replace(
+        given,
+        packed=given.packed.to(device),
+        block_scales=given.block_scales.to(device),
+        outer=given.outer.to(device),
+    )
 
 
 def _caches(found: StoredPolicy, rules: PlanRules) -> list[ModuleDecision]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from tracefp4.diagnostics.agreement import (
     AgreementCounts,
     RoutingAgreement,
-    SiteCounts,
     collect_routing,
     collect_sites,
     merge_routing,
@@ -23,16 +22,20 @@ from tracefp4.diagnostics.agreement import (
 from tracefp4.errors import RecordError
 from tracefp4.formats.arithmetic import Arithmetic
 from tracefp4.guidance import ReplayBatch, Site
+from tracefp4.guidance.counters import Counters
 from tracefp4.guidance.joining import recode_all
 from tracefp4.guidance.noise import NoiseHistogram, histograms, merge_histograms
 from tracefp4.guidance.rates import ResidualCounts, residual_counts
 from tracefp4.guidance.session import replay
+from tracefp4.ops.upload import upload
 from tracefp4.patching import Applied, Plan
+from tracefp4.qat.attention import no_mask
+from tracefp4.qat.experts import steady_weights
 from tracefp4.rl.alarms import SaturationAlarm
 from tracefp4.rl.batching import Batch, micro_batches, pad, token_logprobs
 from tracefp4.rl.fetching import RecordFetcher, records_of
 from tracefp4.rl.following import Following
-from tracefp4.rl.losses import LossConfig, LossData, grpo_loss, loss_denominator, merge_metrics
+from tracefp4.rl.losses import LossConfig, LossData, LossOutput, grpo_loss, loss_denominator, merge_metrics
 from tracefp4.rl.optimizer import MasterWeightAdamW
 from tracefp4.rl.packing import PackedRow, pack, packed_micro_batches
 from tracefp4.rl.samples import TrainingSample
@@ -91,11 +94,17 @@ class PolicyTrainer:
         """The plan that model and records share."""
         return self.applied.plan
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.applied.model.parameters()).device
+
     def logits(self, batch: Batch) -> Tensor:
-        """Run the model over a padded batch: [B, T, V]."""
+        """Run the model over a batch that is padded on its right: [B, T, V]."""
         return self.applied.model(
             input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
+            attention_mask=no_mask(self.device),
+            is_causal_row=True,
             position_ids=batch.model_positions(),
             use_cache=False,
         ).logits
@@ -104,6 +113,7 @@ class PolicyTrainer:
         """Run the model over a packed row: [1, N, V]. Positions that restart keep the samples apart."""
         return self.applied.model(
             input_ids=row.input_ids,
+            attention_mask=no_mask(self.device),
             position_ids=row.positions,
             segment_lengths=row.lengths,
             use_cache=False,
@@ -122,36 +132,24 @@ class PolicyTrainer:
         Raises:
             RecordError: a record of another scheme or plan, or one that is not `full` when measuring.
         """
-        parts: list[tuple[int, Tensor]] = []
-        counts: list[SiteCounts] = []
-        routers: list[dict[int, RoutingAgreement]] = []
-        noise: list[dict[Site, NoiseHistogram]] = []
-        residuals = ResidualCounts()
-        following = Following()
-        with torch.no_grad():
+        passes: list[_Pass] = []
+        with torch.no_grad(), steady_weights(self.applied.model):
             for chosen, batch in self._with_records(self._padded(samples), samples):
-                packed = pack(batch) if self.packing else None
-                replayed = self._replay_batch(batch, packed, measure=measure, candidates=candidates)
+                row = pack(batch) if self.packing else None
+                replayed = self._replay_batch(batch, row, measure=measure, candidates=candidates)
                 with replay(replayed):
-                    logprobs = self._token_logprobs(batch, packed)
-                parts += [
-                    (i, logprobs[row][batch.completion_mask[row]].cpu()) for row, i in enumerate(chosen)
-                ]
-                following.add(replayed, plan=self.plan)
-                counts.append(_measured(replayed))
-                routers.append(collect_routing(replayed.counters))
-                noise.append(histograms(replayed.counters))
-                residuals = residuals + residual_counts(replayed.counters)
-        ordered = [logprobs for _, logprobs in sorted(parts, key=lambda part: part[0])]
+                    logprobs = self._token_logprobs(batch.to(self.device), row, mask=batch.completion_mask)
+                passes.append(_Pass(chosen, batch.completion_mask, logprobs, replayed.counters))
+        following = Following.of((found.counters for found in passes), plan=self.plan)
         return Scored(
-            logprobs=tuple(ordered),
-            agreement=merge_sites(counts),
-            routing=merge_routing(routers),
+            logprobs=tuple(_by_sample(passes)),
+            agreement=merge_sites(_measured(found.counters) for found in passes),
+            routing=merge_routing(collect_routing(found.counters) for found in passes),
             positions_missing=following.positions - following.positions_guided,
             values_changed_fraction=following.changed_fraction,
             values_followed_fraction=following.followed_values_fraction,
-            noise=merge_histograms(noise),
-            residuals=residuals,
+            noise=merge_histograms(histograms(found.counters) for found in passes),
+            residuals=sum((residual_counts(found.counters) for found in passes), ResidualCounts()),
         )
 
     def update(
@@ -184,39 +182,34 @@ class PolicyTrainer:
         assert self.optimizer is not None, "this trainer only scores"
         batches = self._padded(samples, trains_truncated)
         denominator = sum(loss_denominator(batch.loss_mask, config=loss) for _, batch in batches)
-        metrics: list[dict[str, float]] = []
-        total_loss = 0.0
-        seen: list[Tensor] = [torch.empty(0, device="cpu")] * len(samples)
-        following = Following()
-        for chosen, batch in self._with_records(batches, samples):
-            packed = pack(batch) if self.packing else None
-            replayed = self._replay_batch(batch, packed, measure=False)
-            with replay(replayed):
-                logprobs = self._token_logprobs(batch, packed)
-                old = (
-                    logprobs.detach()
-                    if old_logprobs is None
-                    else _spread(batch, [old_logprobs[i] for i in chosen])
-                )
-                ref = None if ref_logprobs is None else _spread(batch, [ref_logprobs[i] for i in chosen])
-                data = LossData(
-                    old_logprobs=old,
-                    rollout_logprobs=batch.rollout_logprobs,
-                    advantages=batch.advantages,
-                    mask=batch.loss_mask,
-                    ref_logprobs=ref,
-                )
-                result = grpo_loss(logprobs, data=data, config=loss, denominator=denominator)
-                result.loss.backward()
-            following.add(replayed, plan=self.plan)
-            metrics.append(result.metrics)
-            total_loss += result.loss.item()
-            for row, i in enumerate(chosen):
-                seen[i] = logprobs.detach()[row][batch.completion_mask[row]].cpu()
+        passes: list[_Pass] = []
+        results: list[LossOutput] = []
+        with steady_weights(self.applied.model):
+            for chosen, batch in self._with_records(batches, samples):
+                row = pack(batch) if self.packing else None
+                replayed = self._replay_batch(batch, row, measure=False, is_first=not passes)
+                there = batch.to(self.device)
+                with replay(replayed):
+                    logprobs = self._token_logprobs(there, row, mask=batch.completion_mask)
+                    old = self._placed(batch, chosen, old_logprobs)
+                    data = LossData(
+                        old_logprobs=logprobs.detach() if old is None else old,
+                        rollout_logprobs=there.rollout_logprobs,
+                        advantages=there.advantages,
+                        mask=there.loss_mask,
+                        ref_logprobs=self._placed(batch, chosen, ref_logprobs),
+                    )
+                    result = grpo_loss(logprobs, data=data, config=loss, denominator=denominator)
+                    result.loss.backward()
+                results.append(replace(result, loss=result.loss.detach()))
+                passes.append(_Pass(chosen, batch.completion_mask, logprobs.detach(), replayed.counters))
         step = self.optimizer.step(lr_scale=lr_scale, grad_clip=grad_clip)
-        found = {**merge_metrics(metrics), **following.metrics(), "loss": total_loss, "grad_norm": step.norm}
+        following = Following.of((found.counters for found in passes), plan=self.plan)
+        total_loss = sum(torch.stack([result.loss for result in results]).tolist()) if results else 0.0
+        found = {**merge_metrics([result.metrics for result in results]), **following.metrics()}
+        found |= {"loss": total_loss, "grad_norm": step.norm}
         found |= {} if self.alarm is None else self.alarm.hear(following)
-        return {**found, "optimizer_steps_skipped": 0.0 if step.is_taken else 1.0}, seen
+        return {**found, "optimizer_steps_skipped": 0.0 if step.is_taken else 1.0}, _by_sample(passes)
 
     def _micro_batches(self, samples: Sequence[TrainingSample]) -> list[tuple[int, ...]]:
         lengths = [sample.num_tokens for sample in samples]
@@ -244,29 +237,48 @@ class PolicyTrainer:
     def _pad(self, samples: Sequence[TrainingSample], trains_truncated: bool = True) -> Batch:
         # log-probs and advantages are numbers of the loss, never bf16
         dtype = torch.promote_types(self.arithmetic.torch_dtype, torch.float32)
-        batch = pad(samples, pad_id=self.pad_id, dtype=dtype, trains_truncated=trains_truncated)
-        return batch.to(next(self.applied.model.parameters()).device)
+        return pad(samples, pad_id=self.pad_id, dtype=dtype, trains_truncated=trains_truncated)
 
-    def _token_logprobs(self, batch: Batch, row: PackedRow | None) -> Tensor:
-        """Log-probs of completion tokens, [B, T] whatever the model's input looked like."""
+    def _placed(
+        self, batch: Batch, chosen: Sequence[int], per_sample: Sequence[Tensor] | None
+    ) -> Tensor | None:
+        """One [C] tensor per sample at the completion entries of the batch, on the device; None without any."""
+        if per_sample is None:
+            return None
+        return upload(_spread(batch, [per_sample[i] for i in chosen]), self.device)
+
+    def _token_logprobs(self, batch: Batch, row: PackedRow | None, *, mask: Tensor) -> Tensor:
+        """Log-probs of completion tokens, [B, T] whatever the model's input looked like.
+
+        Args: batch: on the device; row and mask (its completion mask): in host memory.
+        """
         if row is None:
             return token_logprobs(
                 self.logits(batch),
                 input_ids=batch.input_ids,
                 temperature=self.temperature,
-                mask=batch.completion_mask,
+                mask=mask,
             )
+        there = row.to(self.device)
         found = token_logprobs(
-            self.packed_logits(row),
-            input_ids=row.input_ids,
+            self.packed_logits(there),
+            input_ids=there.input_ids,
             temperature=self.temperature,
-            mask=row.packed(batch.completion_mask) & row.labelled(),
+            mask=row.packed(mask) & row.labelled(),
         )
-        return row.unpacked(found)
+        return there.unpacked(found)
 
     def _replay_batch(
-        self, batch: Batch, row: PackedRow | None, *, measure: bool, candidates: Sequence[str] = ()
+        self,
+        batch: Batch,
+        row: PackedRow | None,
+        *,
+        measure: bool,
+        candidates: Sequence[str] = (),
+        is_first: bool = False,
     ) -> ReplayBatch:
+        """What the pass over a batch, in host memory, follows; what rounding cannot represent is counted in the first
+        pass of an update alone."""
         plan = self.plan
         for record in batch.records:
             if record is not None:
@@ -282,7 +294,32 @@ class PolicyTrainer:
             replay_routing=plan.rules.replay_routing,
             references=batch.records if measure else None,
             candidates=candidates,
+            device=self.device,
+            counts_saturation=is_first,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What is left of a pass over one micro-batch; read when all of them have been launched."""
+
+    chosen: tuple[int, ...]
+    """Index of every row's sample."""
+    completion_mask: Tensor
+    """bool [B, T], in host memory."""
+    logprobs: Tensor
+    """[B, T], on the device."""
+    counters: Counters
+    """What its sites and routers did."""
+
+
+def _by_sample(passes: Sequence[_Pass]) -> list[Tensor]:
+    """Log-probs of every sample's completion tokens, on the CPU, in the order of the samples."""
+    found: dict[int, Tensor] = {}
+    for each in passes:
+        rows = zip(each.chosen, each.logprobs.cpu(), each.completion_mask, strict=True)
+        found |= {i: logprobs[mask] for i, logprobs, mask in rows}
+    return [found[i] for i in sorted(found)]
 
 
 def _spread(batch: Batch, per_sample: Sequence[Tensor]) -> Tensor:
@@ -298,9 +335,9 @@ def _spread(batch: Batch, per_sample: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _measured(batch: ReplayBatch) -> dict[tuple[str, int], AgreementCounts]:
+def _measured(counters: Counters) -> dict[tuple[str, int], AgreementCounts]:
     """Counts of the sites that were compared with a reference."""
-    return {site: counts for site, counts in collect_sites(batch.counters).items() if counts.compared}
+    return {site: counts for site, counts in collect_sites(counters).items() if counts.compared}
 
 
 def with_advantages(samples: Sequence[TrainingSample], advantages: Tensor) -> list[TrainingSample]:

@@ -1,9 +1,12 @@
 """Supervised warm start: a tiny model learns the task's format and some of its arithmetic, then RL takes over.
 
 Next-token cross-entropy on worked solutions (tokens of prompts and of environments are not trained), AdamW, linear
-decay. Runs in plain float32; the saved checkpoint is an ordinary Hugging Face one in bf16.
+decay. Runs in plain float32 on a CPU and in bf16 on a GPU, whose host makes the next examples meanwhile; the saved
+checkpoint is an ordinary Hugging Face one in bf16.
 """
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracefp4.formats.arithmetic import Arithmetic
+from tracefp4.formats.arithmetic import NATIVE, Arithmetic
+from tracefp4.ops.upload import upload
 from tracefp4.patching import PlanRules, apply, plan
+from tracefp4.qat.attention import no_mask
 from tracefp4.rl.checkpoint import save_model
 from tracefp4.rl.config import TaskConfig
+from tracefp4.rl.optimizer import MasterWeightAdamW
+from tracefp4.rl.placement import ON_CPU, Placement
 from tracefp4.rl.prompts import build_source, encode
 from tracefp4.rl.schedule import warmup_linear
 from tracefp4.rl.solutions import Part, call_calculator, solve_chain_sum
@@ -26,6 +33,7 @@ OnProgress = Callable[[int, int, float], None]
 # warm-start items come from far beyond the items that RL and evaluation draw
 FIRST_ITEM = 500_000_000
 TOKENIZER_TEXTS = 500
+REPORT_EVERY = 25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +58,10 @@ class WarmStart:
     """Steps of linear warm-up."""
     seed: int = 0
     """Seed of the initial weights."""
+    placement: Placement = ON_CPU
+    """Where it trains; in bf16 with float32 masters where the arithmetic is native, in float32 otherwise."""
+    time_limit_s: float = 0.0
+    """Wall-clock seconds after which no further step begins; 0: no limit."""
 
 
 def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None = None) -> float:
@@ -58,7 +70,7 @@ def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None 
     Args:
         config: the constants.
         path: directory of the checkpoint.
-        on_progress: called with (step, steps, loss).
+        on_progress: called with (step, steps, loss) every 25 steps and after the last.
 
     Returns:
         The last step's loss, nats per trained token.
@@ -66,33 +78,47 @@ def warm_start(config: WarmStart, *, path: Path, on_progress: OnProgress | None 
     source = build_source(config.task)
     texts = [source.item(FIRST_ITEM + i).prompt for i in range(TOKENIZER_TEXTS)]
     tokenizer = build_tokenizer(_tokenizer_texts(texts, config))
-    model = build_model(config.shape, tokenizer=tokenizer, seed=config.seed)
+    device, is_native = config.placement.device, config.placement.arithmetic is NATIVE
+    model = build_model(config.shape, tokenizer=tokenizer, seed=config.seed).to(device)
     # our experts path is about 1.5 times faster than transformers' own on a CPU
-    applied = apply(model, plan(model, PlanRules(mode="bf16", guidance="none")), arithmetic=FLOAT32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    loss_value = float("nan")
+    bf16 = plan(model, PlanRules(mode="bf16", guidance="none"))
+    applied = apply(model, bf16, arithmetic=NATIVE if is_native else FLOAT32)
+    optimizer = MasterWeightAdamW(
+        model, lr=config.lr, weight_decay=0.01, emulates_bf16=False, decays_vectors=True
+    )
+    started, loss = time.monotonic(), torch.tensor(float("nan"), device="cpu")
     for step in range(config.steps):
         first = FIRST_ITEM + step * config.batch_size
         examples = [_example(source.item(first + i), tokenizer, config) for i in range(config.batch_size)]
-        input_ids, labels = _padded(examples, pad_id=tokenizer.pad_token_id)
-        logits = model(input_ids=input_ids, use_cache=False).logits
-        loss = nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-        )
+        loss = _loss(model, *_padded(examples, pad_id=tokenizer.pad_token_id), device=device)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scale = warmup_linear(step, warmup_steps=config.warmup_steps, total_steps=config.steps, floor=0.05)
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * scale
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_value = loss.item()
-        if on_progress is not None:
-            on_progress(step, config.steps, loss_value)
+        spent = (time.monotonic() - started) / (config.time_limit_s or math.inf)
+        # a schedule over steps or over time, whichever is further: it always ends at its floor
+        reached = max(step, int(spent * config.steps))
+        scale = warmup_linear(reached, warmup_steps=config.warmup_steps, total_steps=config.steps, floor=0.05)
+        optimizer.step(lr_scale=scale, grad_clip=1.0)
+        is_last = step + 1 == config.steps or spent >= 1
+        if on_progress is not None and (is_last or step % REPORT_EVERY == 0):
+            on_progress(step, config.steps, loss.item())
+        if is_last:
+            break
     applied.undo()
     path.mkdir(parents=True, exist_ok=True)
     save_model(model, tokenizer, path)
-    return loss_value
+    return loss.item()
+
+
+def _loss(model: Any, input_ids: torch.Tensor, labels: torch.Tensor, *, device: torch.device) -> torch.Tensor:
+    """Mean cross-entropy of the labelled tokens."""
+    logits = model(
+        input_ids=upload(input_ids, device),
+        attention_mask=no_mask(device),
+        is_causal_row=True,
+        use_cache=False,
+    ).logits
+    return nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), upload(labels[:, 1:].flatten(), device), ignore_index=-100
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tracefp4.diagnostics.agreement import AgreementCounts
-from tracefp4.formats.arithmetic import EMULATED
 from tracefp4.patching import Plan
 from tracefp4.rl.config import RunConfig
+from tracefp4.rl.placement import placement_of
 from tracefp4.rl.policy import load_policy
 from tracefp4.rl.prompts import build_held_out, encode
 from tracefp4.rl.same_tokens import BF16_RULES, SameTokens, mismatch_row, routing_only
@@ -47,10 +47,11 @@ def rescore(checkpoint: Path, guided: Plan, config: RunConfig, *, num_prompts: i
         config: task, sampling length and engine sizes.
         num_prompts: held-out prompts, `rollout.samples_per_prompt` completions each.
     """
-    policy = load_policy(checkpoint)
+    placement = placement_of(config.model)
+    policy = load_policy(checkpoint, placement=placement)
     tokens = SameTokens(
         policy=policy,
-        arithmetic=EMULATED,
+        arithmetic=placement.arithmetic,
         rollout=config.rollout,
         micro_batch_tokens=config.train.micro_batch_tokens,
     )

@@ -14,7 +14,7 @@ from torch.nn.functional import grouped_mm
 def grouped_matmul_reference(x: Tensor, w: Tensor, group_sizes: Tensor) -> Tensor:
     """Multiply checked groups; see `grouped_matmul`."""
     if x.shape[0] > 0 and _has_grouped_product(x, w):
-        offsets = group_sizes.cumsum(0).to(torch.int32)
+        offsets = group_sizes.cumsum(0, dtype=torch.int32)
         product: Tensor = _GroupedProduct.apply(x.contiguous(), w.contiguous(), offsets)
         return product
     return grouped_matmul_loop(x, w, group_sizes)
