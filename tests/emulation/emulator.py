@@ -27,11 +27,12 @@ _KERNEL = re.compile(r"^KERNEL (?:__launch_bounds__\(.*\) )?(\w+)\(", re.MULTILI
 
 
 class Emulator:
-    """Runs launches one after the other; `launches` counts them by kernel."""
+    """Runs launches one after the other; `launches` counts them by kernel, `variants` holds what they ran."""
 
     def __init__(self, order: int = 0) -> None:
         self.order = order
         self.launches: dict[str, int] = {}
+        self.variants: set[tuple] = set()
         self._libraries: dict[tuple, ctypes.CDLL] = {}
 
     def run(
@@ -42,12 +43,13 @@ class Emulator:
         if key not in self._libraries:
             self._libraries[key] = ctypes.CDLL(str(compiled(program.source, dict(launch.defines))))
         function = getattr(self._libraries[key], f"emulated_{launch.kernel}")
-        values = packed_arguments(arguments)
+        values = [ctypes.c_void_p(a) if isinstance(a, int) else a for a in packed_arguments(arguments)]
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         grid = (ctypes.c_uint32 * 3)(*launch.grid, *(1,) * (3 - len(launch.grid)))
         size = (ctypes.c_uint32 * 3)(launch.threads, 1, 1)
         refused = function(grid, size, ctypes.c_int64(launch.shared_bytes), self.order, addresses)
         assert not refused, f"no GPU accepts {launch}"
+        self.variants.add((*key, launch.kernel))
         self.launches[launch.kernel] = self.launches.get(launch.kernel, 0) + 1
 
 

@@ -135,4 +135,5 @@ def test_arguments_are_32_bit_or_addresses():
     with pytest.raises(OverflowError, match="32-bit"):
         packed_arguments((2**31,))
     x = torch.zeros(3)
-    assert [a.value for a in packed_arguments((x, None, -5, 0.5))] == [x.data_ptr(), None, -5, 0.5]
+    address, null, five, half = packed_arguments((x, None, -5, 0.5))
+    assert (address, null, five.value, half.value) == (x.data_ptr(), 0, -5, 0.5)

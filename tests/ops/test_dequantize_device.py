@@ -12,17 +12,19 @@ from tracefp4.formats.schemes import (
     NVFP4_ROW_POW2,
     NVFP4_ROW_TRANSFORMER_ENGINE,
     NVFP4_TENSOR_POW2,
+    SCHEMES,
 )
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops import nvrtc
 from tracefp4.ops.dequantize import device as dequantize_device
-from tracefp4.ops.dequantize.device import dequantize_on_device, differences
+from tracefp4.ops.dequantize.device import case_of, dequantize_on_device, differences
 from tracefp4.ops.dequantize.reference import dequantize_reference
+from tracefp4.ops.rules import SchemeCase
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
 
 
-@pytest.fixture(params=[0, 1, 2])
+@pytest.fixture(params=[0, 1, 2, 3])
 def emulator(request, monkeypatch):
     emulator = Emulator(request.param)
     monkeypatch.setattr(dequantize_device.LIBRARY, "runner", emulator)
@@ -94,15 +96,17 @@ def test_operands_and_results_at_any_address(emulator):
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_self_check_passes(emulator):
-    assert differences(torch.device("cpu")) is None
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda s: s.name)
+def test_the_self_check_passes(emulator, scheme):
+    for dtype in (torch.float32, torch.bfloat16)[: 1 + scheme.is_exact_in_bf16]:
+        assert differences(torch.device("cpu"), SchemeCase(scheme, dtype)) is None
 
 
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_the_file_compiles_for(architecture):
     for scheme, dtype in ((NVFP4_ROW_POW2, torch.bfloat16), (NVFP4_ROW_TRANSFORMER_ENGINE, torch.float32)):
         t = stored(scheme, 1, width=32)
-        defines = dequantize_device._variant(t, dtype)
+        defines = case_of(t, dtype).defines | {"WORDS_PER_THREAD": 4}
         built = nvrtc.build(
             dequantize_device.LIBRARY.program.source, defines=defines, architecture=architecture
         )

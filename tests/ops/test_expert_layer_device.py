@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation need
 @pytest.fixture
 def emulate(monkeypatch):
     def run_in(order):
-        for library in kernels.LIBRARIES:
+        for library in kernels.FILES:
             monkeypatch.setattr(library, "runner", Emulator(order))
 
     run_in(0)
@@ -37,7 +37,7 @@ def emulate(monkeypatch):
 def test_every_step_is_that_of_the_definition(emulate, tiling, tokens):
     given = case(PRECISIONS["nvfp4"], tokens=tokens, hidden=208, inner=48)
     first = assert_right(given, tiling)
-    for order in (1, 2):
+    for order in (1, 2, 3):
         emulate(order)
         again = run_steps(*operands(given), (tiling, False))
         assert torch.equal(again.h, first.h) and torch.equal(again.y, first.y)
@@ -135,7 +135,7 @@ def test_nothing_is_written_beyond_the_rows(emulate, tiling):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("num_experts", "order"), [(1, 0), (5, 1), (5, 2), (300, 0)])
+@pytest.mark.parametrize(("num_experts", "order"), [(1, 0), (5, 1), (5, 2), (5, 3), (300, 0)])
 def test_lists_are_a_stable_sort(emulate, num_experts, order):
     emulate(order)
     torch.manual_seed(order)
@@ -176,7 +176,7 @@ def test_refit_gives_the_bytes_of_quantize(emulate, scheme):
     exponent = -5 if scheme.outer == "static" else None
     wanted = to_fragments(quantize(weights, scheme=scheme, exponent=exponent))
     fragments = empty_fragments(weights.shape, scheme, CPU)
-    for order in (0, 1, 2):
+    for order in (0, 1, 2, 3):
         emulate(order)
         fragments.words.fill_(0xEE), fragments.scales.fill_(0xEE)
         fragments.exponents.fill_(exponent or 99)
@@ -200,11 +200,14 @@ def test_unaligned_and_strided_operands(emulate):
 @needs_compiler
 @pytest.mark.slow
 def test_the_check_at_first_use_passes_and_sees_a_fault(emulate, monkeypatch):
-    assert differences(CPU) is None
+    usual = kernels._USUAL
+    many = usual._replace(weight=MXFP4_FLOOR, activation=None, tiling=kernels._MOST, hidden=5, inner=1)
+    for checked in (usual, many, NVFP4_TENSOR_POW2, MXFP4_FLOOR):
+        assert differences(CPU, checked) is None
     monkeypatch.setattr(
         kernels, "round_rows", lambda x, precision, part: kernels_round_rows(-x, precision, part)
     )
-    assert "packed of x" in differences(CPU)
+    assert differences(CPU, usual) == "values of x"
 
 
 kernels_round_rows = kernels.round_rows
@@ -227,7 +230,7 @@ def test_the_files_compile_for(architecture, tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "cache_folder", lambda: tmp_path)
     tile = {"BLOCK": 16, "NT": 4, "MT": 8, "WARPS": 4, "STAGES": 3}
     variants = {"few": tile | {"MT": 1, "WARPS": 8}, "many": tile, "routes": {}, "rows": SCHEME}
-    for library in kernels.LIBRARIES:
+    for library in kernels.FILES:
         source = library.program.source
         built = nvrtc.build(source, defines=variants[source.stem], architecture=architecture)
         assert built.code[:4] == b"\x7fELF"

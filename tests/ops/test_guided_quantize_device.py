@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.emulation.emulator import COMPILER, Emulator
-from tests.ops.guides import EVERY_CODEC, coded_guide, is_decodable
+from tests.ops.guides import EVERY_CODEC, coded_guide, is_decodable, tied_flips
 from tests.ops.scheme_inputs import GUIDED, by_name, exponent_of
 from tests.ops.test_compiled import assert_equal
 from tests.ops.test_compiled_guides import noisy_rows
@@ -16,14 +16,16 @@ from tests.ops.test_compiled_guides import noisy_rows
 from tracefp4.formats.schemes import MXFP4_FLOOR, NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_FP32
 from tracefp4.ops import nvrtc
 from tracefp4.ops.guided_quantize import device as guided_device
-from tracefp4.ops.guided_quantize.device import differences, guided_quantize_on_device
+from tracefp4.ops.guided_quantize.decisions import kinds_for
+from tracefp4.ops.guided_quantize.device import Case, differences, guided_quantize_on_device
 from tracefp4.ops.guided_quantize.reference import guided_quantize_reference
+from tracefp4.ops.rules import SchemeCase
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
 IN_CORE = ("full", "mantissa_lean", "low2", "secded", "parity7+coset1", "bch64_2+bch32_2")
 
 
-@pytest.fixture(params=[0, 1, 2])
+@pytest.fixture(params=[0, 2, 3])
 def emulator(request, monkeypatch):
     emulator = Emulator(request.param)
     monkeypatch.setattr(guided_device.LIBRARY, "runner", emulator)
@@ -72,6 +74,13 @@ def test_the_cheapest_of_several_sets_of_flips(emulator):
     recorded = guided_quantize_reference(rollout, NVFP4_ROW_POW2, None, None, True)
     guide = coded_guide(recorded, "bch32_2+raw")
     assert int(assert_guided(x.bfloat16(), NVFP4_ROW_POW2, guide).nearest_changed) > 100
+
+
+@needs_compiler
+def test_of_two_sets_of_one_cost_the_smaller_one_and_then_the_first_is_flipped(emulator):
+    x, guide, wanted = tied_flips()
+    found = assert_guided(x, NVFP4_ROW_POW2, guide)
+    assert [row.nonzero()[:, 0].tolist() for row in found.codes] == wanted
 
 
 @needs_compiler
@@ -128,10 +137,12 @@ def test_one_outer_scale_for_all(emulator):
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_self_check_passes(monkeypatch):
-    for library in (guided_device.LIBRARY, guided_device.recording.LIBRARY):
-        monkeypatch.setattr(library, "runner", Emulator())
-    assert differences(torch.device("cpu")) is None
+@pytest.mark.parametrize("scheme", [NVFP4_ROW_POW2, NVFP4_KV, MXFP4_FLOOR], ids=by_name)
+def test_the_self_check_passes(monkeypatch, scheme):
+    monkeypatch.setattr(guided_device.LIBRARY, "runner", Emulator())
+    for index, kind in enumerate((None, *kinds_for(scheme))):
+        case = Case(SchemeCase(scheme, (torch.bfloat16, torch.float32)[index % 2]), kind)
+        assert differences(torch.device("cpu"), case) is None, kind
 
 
 @needs_compiler

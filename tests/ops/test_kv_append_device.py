@@ -19,12 +19,13 @@ from tracefp4.ops.kv_append.device import append_on_device, differences, quantiz
 from tracefp4.ops.kv_append.reference import append_reference, quantize_append_reference
 from tracefp4.ops.pages import LayerPages
 from tracefp4.ops.quantize import quantize
+from tracefp4.ops.rules import SchemeCase
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
 SLOTS = torch.tensor([40, 0, 31, 15, 16, 8, 47])
 
 
-@pytest.fixture(params=[0, 1, 2])
+@pytest.fixture(params=[0, 1, 2, 3])
 def emulator(request, monkeypatch):
     emulator = Emulator(request.param)
     monkeypatch.setattr(append_device.LIBRARY, "runner", emulator)

@@ -14,14 +14,15 @@ from tracefp4.ops.backend import Backend
 from tracefp4.ops.kv_attention import device as attention_device
 from tracefp4.ops.kv_attention import kv_attention
 from tracefp4.ops.kv_attention.device import (
+    EXACT,
     ROUNDED,
+    Case,
     Where,
     attend_on_device,
     differences,
     error_of,
     is_covered,
     sample_pages,
-    variant,
 )
 from tracefp4.ops.kv_attention.reference import read_pages
 from tracefp4.ops.pages import LayerPages
@@ -29,10 +30,9 @@ from tracefp4.ops.pages import LayerPages
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
 # Without rounding: queries and probabilities in parts of 22 bits or more, sums and exponentials in float32, so that an
 # error of 2^-24 of a sum of magnitudes below 2^5 goes into every probability.
-EXACT = 2.0**-18
 
 
-@pytest.fixture(params=[0, 1, 2])
+@pytest.fixture(params=[0, 2, 3])
 def emulator(request, monkeypatch):
     emulator = Emulator(request.param)
     monkeypatch.setattr(attention_device.LIBRARY, "runner", emulator)
@@ -177,9 +177,13 @@ def test_every_shape(monkeypatch, is_fp4, head_dim, group):
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_self_check_passes(monkeypatch):
+@pytest.mark.parametrize("is_fp4", [True, False], ids=["fp4", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "rounds"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)]
+)
+def test_the_self_check_passes(monkeypatch, is_fp4, dtype, rounds):
     monkeypatch.setattr(attention_device.LIBRARY, "runner", Emulator())
-    assert differences(torch.device("cpu")) is None
+    assert differences(torch.device("cpu"), Case(dtype, 128, is_fp4, rounds, 1)) is None
 
 
 def test_operands_that_the_kernels_do_not_take(monkeypatch):
@@ -219,7 +223,7 @@ def test_the_reference_reads_fragments_as_it_reads_plain_pages():
 
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_the_file_compiles_for(architecture):
-    defines = variant(torch.bfloat16, 128, 8, is_fp4=architecture != "sm_120a", rounds=True)
+    defines = Case(torch.bfloat16, 128, architecture != "sm_120a", rounds=True, tiles=1).defines
     source = attention_device.LIBRARY.program.source
     assert nvrtc.build(source, defines=defines, architecture=architecture).code[:4] == b"\x7fELF"
 
@@ -228,9 +232,9 @@ def test_the_file_compiles_for(architecture):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_variant_compiles(head_dim, dtype):
-    for num_columns in (8, 16, 64):
+    for tiles in (1,) if dtype == torch.float32 else (1, 2, 4) if head_dim == 64 else (1, 2):
         for is_fp4 in (True, False):
-            defines = variant(dtype, head_dim, num_columns, is_fp4=is_fp4, rounds=dtype == torch.bfloat16)
+            defines = Case(dtype, head_dim, is_fp4, dtype == torch.bfloat16, tiles).defines
             assert attention_device._shared(defines) <= 227 << 10
             source = attention_device.LIBRARY.program.source
             assert nvrtc.build(source, defines=defines, architecture="sm_90a").code[:4] == b"\x7fELF"

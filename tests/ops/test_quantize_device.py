@@ -10,22 +10,22 @@ from tracefp4.errors import BackendError
 from tracefp4.formats.schemes import MXFP4_FLOOR, NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2, SCHEMES
 from tracefp4.ops import nvrtc
 from tracefp4.ops.backend import Backend
-from tracefp4.ops.device import DeviceLibrary, Launch
+from tracefp4.ops.device import Launch
 from tracefp4.ops.quantize import device as quantize_device
 from tracefp4.ops.quantize import quantize
 from tracefp4.ops.quantize.device import (
     differences,
     quantize_on_device,
     quantize_with_scales_on_device,
-    variant,
 )
 from tracefp4.ops.quantize.reference import quantize_reference, quantize_with_scales_reference
+from tracefp4.ops.rules import SchemeCase, case_of
 
 OURS = (NVFP4_ROW_POW2, NVFP4_TENSOR_POW2, NVFP4_KV, MXFP4_FLOOR)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
 
 
-@pytest.fixture(params=[0, 1, 2])
+@pytest.fixture(params=[0, 1, 2, 3])
 def emulator(request, monkeypatch):
     emulator = Emulator(request.param)
     monkeypatch.setattr(quantize_device.LIBRARY, "runner", emulator)
@@ -92,7 +92,7 @@ def test_nothing_is_written_beyond_the_end(emulator):
     x, rows, width = torch.randn(3, 64).bfloat16(), 3, 64
     scales, packed = torch.full((64,), 0xEE, dtype=torch.uint8), torch.full((512,), 0xEE, dtype=torch.uint8)
     outer = torch.zeros((), dtype=torch.int8)
-    launch = Launch("quantize_blocks", (1,), 32, variant(x, NVFP4_KV))
+    launch = Launch("quantize_blocks", (1,), 32, case_of(x, NVFP4_KV).defines)
     poison = torch.cat([x.flatten(), torch.ones(20 * 64).bfloat16()])  # there is something to read
     quantize_device.LIBRARY.launch(
         launch, poison, rows, width, rows, outer, 0, scales, packed, device=x.device
@@ -101,11 +101,16 @@ def test_nothing_is_written_beyond_the_end(emulator):
     assert torch.equal(packed[:96].view(3, 32), quantize_reference(x, NVFP4_KV, 0).packed)
 
 
+KINDS = {(s.order, s.scale_rule, s.candidates, s.outer): s for s in SCHEMES.values()}.values()
+
+
 @needs_compiler
 @pytest.mark.slow
-def test_every_kind_of_scheme(monkeypatch):
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda s: s.name)
+def test_every_kind_of_scheme(monkeypatch, scheme):
     monkeypatch.setattr(quantize_device.LIBRARY, "runner", Emulator())
-    assert differences(torch.device("cpu")) is None
+    for dtype in (torch.float32, torch.bfloat16):
+        assert differences(torch.device("cpu"), SchemeCase(scheme, dtype)) is None
 
 
 ARCHITECTURES = ("sm_89", "sm_90a", "sm_100a", "sm_120a")
@@ -131,7 +136,7 @@ def test_every_kind_of_scheme_compiles(architecture, scheme):
 
 
 def built_for(scheme, architecture):
-    defines = variant(torch.empty(0, dtype=torch.bfloat16), scheme)
+    defines = SchemeCase(scheme, torch.bfloat16).defines
     source = quantize_device.LIBRARY.program.source
     return nvrtc.build(source, defines=defines, architecture=architecture)
 
@@ -168,13 +173,3 @@ def test_an_old_binding_is_refused_and_not_tried(monkeypatch):
     monkeypatch.setattr(nvrtc, "_binding", lambda name: SimpleNamespace(__version__="0.3.2"))
     is_installed, reason = nvrtc.is_installed()
     assert not is_installed and "cuda-core 0.3.2, which is older than 1.0" in reason
-
-
-def test_a_check_that_the_gpu_ends_is_a_reason_and_no_crash(monkeypatch):
-    def ended(device):
-        raise RuntimeError("an illegal instruction was encountered")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("tracefp4.ops.device.architecture_of", lambda device: "sm_90a")
-    status = DeviceLibrary(quantize_device.LIBRARY.program.source, ended).status(torch.device("cuda"))
-    assert not status.is_usable and "RuntimeError: an illegal instruction" in status.reason

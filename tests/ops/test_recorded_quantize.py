@@ -15,6 +15,7 @@ from tracefp4.guidance.payload import encode_block_scales, encode_codes
 from tracefp4.ops import nvrtc
 from tracefp4.ops.backend import Backend
 from tracefp4.ops.guided_quantize import guided_quantize, recorded_quantize, recording
+from tracefp4.ops.rules import SchemeCase
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
 CASES = (
@@ -26,10 +27,10 @@ CASES = (
 )
 
 
-@pytest.fixture(params=[0, 1, 2])
+@pytest.fixture(params=[0, 1, 2, 3])
 def emulator(request, monkeypatch):
     emulator = Emulator(request.param)
-    monkeypatch.setattr(recording.LIBRARY, "runner", emulator)
+    monkeypatch.setattr(recording.KERNELS, "runner", emulator)
     return emulator
 
 
@@ -69,7 +70,7 @@ def test_one_pass_keeps_the_same_bytes(emulator, scheme, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_CODEC)
 def test_one_pass_keeps_the_same_bytes_in_every_codec(monkeypatch, name):
-    monkeypatch.setattr(recording.LIBRARY, "runner", Emulator(len(name) % 3))
+    monkeypatch.setattr(recording.KERNELS, "runner", Emulator(len(name) % 3))
     codec, x = codec_by_name(name), noisy_rows()[1]
     for scheme, rows in ((NVFP4_ROW_POW2, x), (NVFP4_TENSOR_FP32, x[:, :64])):
         operands = (rows, scheme, codec, exponent_of(scheme), True)
@@ -78,8 +79,11 @@ def test_one_pass_keeps_the_same_bytes_in_every_codec(monkeypatch, name):
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_self_check_passes(emulator):
-    assert recording.differences(torch.device("cpu")) is None
+@pytest.mark.parametrize(("scheme", "name"), CASES, ids=lambda part: getattr(part, "name", part))
+def test_the_self_check_passes(emulator, scheme, name):
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = SchemeCase(scheme, dtype)
+        assert recording.differences(torch.device("cpu"), rows, codec_by_name(name)) is None
 
 
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
@@ -89,5 +93,5 @@ def test_the_file_compiles_for(architecture, scheme, name):
         **recording.row_variant(torch.empty(1, 32).bfloat16(), scheme),
         **recording._variant(codec_by_name(name)),
     }
-    source = recording.LIBRARY.program.source
+    source = recording.KERNELS.program.source
     assert nvrtc.build(source, defines=defines, architecture=architecture).code[:4] == b"\x7fELF"

@@ -9,7 +9,7 @@ from tracefp4.errors import BackendError, FormatError
 from tracefp4.formats.schemes import MXFP4_FLOOR, NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
 from tracefp4.ops import nvrtc
 from tracefp4.ops.backend import Backend
-from tracefp4.ops.nearest import variant
+from tracefp4.ops.nearest import rows_case
 from tracefp4.ops.quantize import quantize
 from tracefp4.ops.rms_norm import device as norm_device
 from tracefp4.ops.rms_norm import rms_norm
@@ -94,7 +94,7 @@ def test_without_quantizing_and_what_is_not_finite(emulator):
 @needs_compiler
 def test_a_wide_row_takes_several_blocks_of_a_thread(monkeypatch):
     monkeypatch.setattr(norm_device.LIBRARY, "runner", Emulator())
-    monkeypatch.setattr(norm_device, "_MAX_THREADS", 32)
+    monkeypatch.setattr("tracefp4.ops.nearest._MAX_THREADS", 32)
     x, weight = rows(2, 1040)
     for operand in (
         x,
@@ -114,7 +114,8 @@ def test_unaligned_and_strided_operands(emulator):
 @needs_compiler
 @pytest.mark.slow
 def test_the_check_at_first_use_and_other_schemes(emulator):
-    assert differences(torch.device("cpu")) is None
+    for width, rule in ((64, None), (8208, (NVFP4_KV, -2)), (64, (MXFP4_FLOOR, None))):
+        assert differences(torch.device("cpu"), rows_case(width, rule)) is None
     x, weight = rows(3, 96)
     for rule in ((NVFP4_KV, -2), (MXFP4_FLOOR, None)):
         operands = (x, weight, 1e-6, None, rule)
@@ -137,6 +138,6 @@ def test_operands_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_the_file_compiles_for(architecture):
-    defines = variant(NVFP4_ROW_POW2) | {"PARTS": 1}
+    defines = rows_case(64, (NVFP4_ROW_POW2, None)).defines
     source = norm_device.LIBRARY.program.source
     assert nvrtc.build(source, defines=defines, architecture=architecture).code[:4] == b"\x7fELF"

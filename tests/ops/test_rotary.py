@@ -96,7 +96,7 @@ def test_every_width_of_a_head(monkeypatch, head_dim):
     monkeypatch.setattr(rotary_device.LIBRARY, "runner", Emulator())
     given = operands(3, 4, 2, head_dim)
     assert_same(rotary_on_device(*given), rotary_reference(*given))
-    assert differences(CPU) is None
+    assert differences(CPU, head_dim) is None
 
 
 def test_operands_that_do_not_fit_are_refused():

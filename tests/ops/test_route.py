@@ -10,7 +10,7 @@ from tracefp4.ops import nvrtc
 from tracefp4.ops.backend import Backend
 from tracefp4.ops.route import device as route_device
 from tracefp4.ops.route import route
-from tracefp4.ops.route.device import differences, route_on_device
+from tracefp4.ops.route.device import Case, differences, route_on_device
 from tracefp4.ops.route.reference import outside, route_reference
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
@@ -75,7 +75,7 @@ def test_other_sizes(monkeypatch, num_experts, top_k):
     monkeypatch.setattr(route_device.LIBRARY, "runner", Emulator())
     logits = logits_of(6, num_experts)
     assert_routed(route_on_device(logits, top_k, True), logits, top_k, True)
-    assert differences(torch.device("cpu")) is None
+    assert differences(torch.device("cpu"), Case(num_experts, top_k)) is None
 
 
 def test_operands_that_do_not_fit_are_refused():

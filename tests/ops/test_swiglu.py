@@ -9,7 +9,7 @@ from tracefp4.errors import BackendError, FormatError
 from tracefp4.formats.schemes import MXFP4_FLOOR, NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
 from tracefp4.ops import nvrtc
 from tracefp4.ops.backend import Backend
-from tracefp4.ops.nearest import variant
+from tracefp4.ops.nearest import rows_case
 from tracefp4.ops.quantize import quantize
 from tracefp4.ops.swiglu import device as swiglu_device
 from tracefp4.ops.swiglu import swiglu
@@ -75,7 +75,7 @@ def test_without_quantizing_and_what_is_not_finite(emulator):
 @needs_compiler
 def test_a_wide_row_takes_several_blocks_of_a_thread(monkeypatch):
     monkeypatch.setattr(swiglu_device.LIBRARY, "runner", Emulator())
-    monkeypatch.setattr(swiglu_device, "_MAX_THREADS", 32)
+    monkeypatch.setattr("tracefp4.ops.nearest._MAX_THREADS", 32)
     for x in (rows(2, 1040), rows(2, 1040).roll(100, 1)):
         assert_gated(swiglu_on_device(x, ROW), x, ROW)
 
@@ -89,7 +89,8 @@ def test_unaligned_and_strided_operands(emulator):
 @needs_compiler
 @pytest.mark.slow
 def test_the_check_at_first_use(emulator):
-    assert differences(torch.device("cpu")) is None
+    for width, rule in ((64, None), (8208, ROW)):
+        assert differences(torch.device("cpu"), rows_case(width, rule)) is None
 
 
 def test_operands_that_do_not_fit_are_refused():
@@ -105,6 +106,6 @@ def test_operands_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_the_file_compiles_for(architecture):
-    defines = variant(NVFP4_ROW_POW2) | {"PARTS": 1}
+    defines = rows_case(64, (NVFP4_ROW_POW2, None)).defines
     source = swiglu_device.LIBRARY.program.source
     assert nvrtc.build(source, defines=defines, architecture=architecture).code[:4] == b"\x7fELF"

@@ -76,6 +76,9 @@ def _devices() -> list[dict[str, str]]:
 
 
 def _ops() -> list[dict[str, str]]:
+    import torch
+
     from tracefp4.ops.backend import explain
 
-    return explain()
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    return [row for device in devices for row in explain(device)]

@@ -9,6 +9,10 @@ NVIDIA's runtime compiler at first use, for tensors on NVIDIA GPUs.
 
 import enum
 import importlib
+import os
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -45,24 +49,29 @@ IMPLEMENTED: dict[str, tuple[Backend, ...]] = {
     "rotary": (Backend.CUDA, Backend.REFERENCE),
     "route": (Backend.CUDA, Backend.REFERENCE),
     "sample": (Backend.CUDA, Backend.REFERENCE),
+    "gated_delta": (Backend.CUDA, Backend.REFERENCE),
 }
 """Backends of each op, fastest first."""
 
 
-def choose(op: str, device: torch.device | str, asked: Backend = Backend.AUTO) -> Backend:
+def choose(
+    op: str, device: torch.device | str, asked: Backend = Backend.AUTO, case: Hashable | None = None
+) -> Backend:
     """Return the backend that runs an op on a device.
 
     Args:
         op: A key of IMPLEMENTED.
         device: Where the operands live.
         asked: A named backend, or AUTO.
+        case: What the operands are to the kernels for GPUs, as the op's `device.py` says; a case that differs from the
+            reference is refused, or left to another backend, alone. None asks about the op's usual case.
 
     Returns:
         A backend other than AUTO.
 
     Raises:
-        BackendError: When the op is unknown, `asked` is not a Backend, the device holds no data, or the op
-            lacks the backend, here or everywhere.
+        BackendError: When the op is unknown, `asked` is not a Backend, the device holds no data, the op
+            lacks the backend, here or everywhere, or a case is met for the first time while a CUDA graph is captured.
     """
     if not isinstance(asked, Backend):
         raise BackendError(
@@ -77,20 +86,20 @@ def choose(op: str, device: torch.device | str, asked: Backend = Backend.AUTO) -
         )
     available = IMPLEMENTED[op]
     if asked is Backend.AUTO:
-        return next(b for b in available if _status(op, b, device).is_usable)
+        return next(b for b in available if _status(op, b, device, case).is_usable)
     if asked not in available:
         raise BackendError(
             f"{op} has no backend {asked.name}; it has {', '.join(b.name for b in available)}. "
             "Pass one of these or AUTO."
         )
-    is_usable, reason = _status(op, asked, device)
+    is_usable, reason = _status(op, asked, device, case)
     if not is_usable:
         raise BackendError(f"{op} cannot run {asked.name} here: {reason} Or pass Backend.REFERENCE or AUTO.")
     return asked
 
 
 def explain(device: torch.device | str = "cpu") -> list[dict[str, str]]:
-    """Return one row per op for `tracefp4 doctor`.
+    """Return one row per op for `tracefp4 doctor`; what has to be compiled is, in parallel.
 
     Args:
         device: The device to explain the choice for.
@@ -98,9 +107,10 @@ def explain(device: torch.device | str = "cpu") -> list[dict[str, str]]:
     Returns:
         Rows with the keys "op", "device", "backend" and "reason".
     """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        choices = list(pool.map(lambda op: choose(op, device), IMPLEMENTED))
     rows = []
-    for op, available in IMPLEMENTED.items():
-        chosen = choose(op, device)
+    for (op, available), chosen in zip(IMPLEMENTED.items(), choices, strict=True):
         reason = "the only implementation" if len(available) == 1 else _reason(op, chosen, device)
         rows.append({"op": op, "device": str(device), "backend": chosen.value, "reason": reason})
     return rows
@@ -114,7 +124,7 @@ def _reason(op: str, chosen: Backend, device: torch.device | str) -> str:
     return _status(op, meant if chosen is Backend.REFERENCE else chosen, device).reason
 
 
-def _status(op: str, backend: Backend, device: torch.device | str) -> Status:
+def _status(op: str, backend: Backend, device: torch.device | str, case: Hashable | None = None) -> Status:
     """Return whether a backend of an op runs on a device, and who compiled it or why not."""
     device = torch.device(device)
     if backend is Backend.REFERENCE:
@@ -129,7 +139,7 @@ def _status(op: str, backend: Backend, device: torch.device | str) -> Status:
         # By name, because ops import this module, and never each other.
         module = "device" if backend is Backend.CUDA else "compiled"
         library = _LIBRARIES[op, backend] = importlib.import_module(f"tracefp4.ops.{op}.{module}").LIBRARY
-    return library.status(device) if isinstance(library, DeviceLibrary) else library.status()
+    return library.status(device, case) if isinstance(library, DeviceLibrary) else library.status()
 
 
-_LIBRARIES: dict[tuple[str, Backend], Library | DeviceLibrary] = {}
+_LIBRARIES: dict[tuple[str, Backend], Library | DeviceLibrary[Any]] = {}

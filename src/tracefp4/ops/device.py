@@ -1,14 +1,22 @@
-"""Kernels of one op on NVIDIA GPUs: compiled at first use, checked against the reference, launched on torch's stream.
+"""Kernels of one op on NVIDIA GPUs: compiled at first use, compared with the reference, launched on torch's stream.
 
-A launch asks nothing of the host but its arguments, so it can be captured in a CUDA graph. Arguments are tensors (by
-address), None (a null pointer), int (32 bits) and float (32 bits). The `Runner` is the GPU; tests put an emulation in
-its place.
+Every op says what its kernels are specialised for: a case, such as a scheme and a dtype. A case is compiled and
+compared when it is first asked for, and no other is; a GPU loads kernels in such a comparison only, so nothing runs
+that was not compared. A launch asks nothing of the host but its arguments, so it can be captured in a CUDA graph.
+Arguments are tensors (by address), None (a null pointer), int (32 bits) and float (32 bits). The `Runner` is the GPU;
+tests put an emulation in its place.
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +25,10 @@ from tracefp4.errors import BackendError
 from tracefp4.ops import nvrtc
 from tracefp4.ops.kernels import Status
 
+_LOG = logging.getLogger(__name__)
 Argument = Tensor | int | float | None
+Case = TypeVar("Case", bound=Hashable)
+"""What the kernels of an op are specialised for; it decides every variant that a call launches."""
 
 
 class Launch(NamedTuple):
@@ -53,13 +64,39 @@ class Runner(Protocol):
         """Run one kernel on the current stream of a device, without waiting."""
 
 
-class DeviceLibrary:
+class KernelFile:
     """The kernels in one .cu file."""
+
+    def __init__(self, source: Path, *, contracts: bool = False) -> None:
+        """Declare a file; nothing is compiled before `launch`.
+
+        Args:
+            source: The .cu file.
+            contracts: Allow fused multiply-adds; only where no byte depends on it.
+        """
+        self.program = Program(source, contracts)
+        self.runner: Runner = GPU
+
+    def launch(self, launch: Launch, *arguments: Argument, device: torch.device) -> None:
+        """Run a kernel; a grid with an empty dimension runs nothing.
+
+        Raises:
+            BackendError: The variant was not compared with the reference or does not compile, or the GPU refuses the
+                launch.
+        """
+        if 0 in launch.grid:
+            return
+        self.runner.run(self.program, launch, arguments, device)
+
+
+class DeviceLibrary(KernelFile, Generic[Case]):
+    """The main file of an op, and the comparison of all its kernels with the reference."""
 
     def __init__(
         self,
         source: Path,
-        check: Callable[[torch.device], str | None],
+        check: Callable[[torch.device, Case], str | None],
+        usual: Case,
         *,
         contracts: bool = False,
         scope: str = "",
@@ -68,51 +105,75 @@ class DeviceLibrary:
 
         Args:
             source: The .cu file.
-            check: Compares a few calls on a device with the reference; returns what differs, or None.
+            check: Compares a few small calls of a case on a device with the reference; launches every variant that
+                calls of the case launch, and returns what differs, or None.
+            usual: The case that answers for the op where no operands are at hand.
             contracts: Allow fused multiply-adds; only where no byte depends on it.
             scope: Which operands the kernels take, where that is not all that the op takes; AUTO leaves the rest to
                 the reference.
         """
+        super().__init__(source, contracts=contracts)
         self._scope = f"; for {scope}" if scope else ""
-        self.program = Program(source, contracts)
-        self._check = check
-        self._status: dict[torch.device, Status] = {}
-        self.runner: Runner = GPU
+        self._check, self._usual = check, usual
+        self._status: dict[tuple[torch.device, Case], Status] = {}
 
-    def status(self, device: torch.device) -> Status:
-        """Say whether the kernels run on a device; the first call compiles and compares, once per process."""
-        if device not in self._status:
-            self._status[device] = self._open(device)
-        return self._status[device]
+    def status(self, device: torch.device, case: Case | None = None) -> Status:
+        """Say whether the kernels of a case run on a device; the first call compiles and compares, once per process.
 
-    def launch(self, launch: Launch, *arguments: Argument, device: torch.device) -> None:
-        """Run a kernel; a grid with an empty dimension runs nothing.
+        Args:
+            device: The GPU.
+            case: What the operands need; None for the op's usual case.
 
         Raises:
-            BackendError: The variant does not compile, or the GPU refuses the launch.
+            BackendError: The case was not compared yet, and the current stream is being captured: a comparison reads
+                results back, which a graph cannot hold.
         """
-        if 0 in launch.grid:
-            return
-        self.runner.run(self.program, launch, arguments, device)
+        key = (device, self._usual if case is None else case)
+        status = self._status.get(key)
+        if status is None:
+            status = self._status[key] = self._compare(*key)
+        return status
 
-    def _open(self, device: torch.device) -> Status:
+    def _compare(self, device: torch.device, case: Case) -> Status:
         if not torch.cuda.is_available():
             return Status(False, "this torch sees no NVIDIA GPU.")
         is_installed, reason = nvrtc.is_installed()
         if not is_installed:
             return Status(False, reason)
-        made_by = f"{reason} for {architecture_of(device)}"
-        try:
-            difference = self._check(device)
-        except BackendError as problem:
-            return Status(False, str(problem))
-        except Exception as problem:  # whatever the GPU or its binding says: the reference must still run
-            return Status(
-                False, f"{made_by}, refused: its check ended in {type(problem).__name__}: {problem}."
+        what = f"{self.program.source.parent.name} for {case}"
+        if torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                f"kernels are compared with the reference at their first use, which a CUDA graph cannot capture; got "
+                f"{what} for the first time during capture. Captured are calls of cases seen before. Make the same "
+                "call once before the capture."
             )
-        if difference is not None:
-            return Status(False, f"{made_by}, refused: {difference} differ from the reference")
-        return Status(True, made_by + self._scope)
+        made_by, begun = f"{reason} for {architecture_of(device)}", time.perf_counter()
+        try:
+            with comparing(), torch.no_grad():
+                difference = self._check(device, case)
+            problem = None if difference is None else f"{difference} differ from the reference"
+        except BackendError as refusal:
+            problem = str(refusal)
+        except Exception as failure:  # whatever the GPU or its binding says: the reference must still run
+            problem = f"its check ended in {type(failure).__name__}: {failure}"
+        if problem is None:
+            took_s = time.perf_counter() - begun
+            return Status(True, f"{made_by}, ready after {took_s:.1f} s{self._scope}")
+        _LOG.warning("the kernels of %s are not used: %s", what, problem)
+        return Status(False, f"{made_by}, refused: {problem}.")
+
+
+_is_comparing: ContextVar[bool] = ContextVar("_is_comparing", default=False)
+
+
+@contextmanager
+def comparing() -> Iterator[None]:
+    """Let kernels load on a GPU that were not compared with the reference yet: the caller compares what they give."""
+    token = _is_comparing.set(True)
+    try:
+        yield
+    finally:
+        _is_comparing.reset(token)
 
 
 def architecture_of(device: torch.device) -> str:
@@ -128,15 +189,17 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def packed_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
-    """Return arguments as ctypes objects: addresses, int32, float32.
+    """Return arguments as the binding takes them: addresses as int, and ctypes objects for int32 and float32.
 
     Raises:
         OverflowError: An int does not fit.
     """
     packed: list[Any] = []
     for argument in arguments:
-        if argument is None or isinstance(argument, Tensor):
-            packed.append(ctypes.c_void_p(None if argument is None else argument.data_ptr()))
+        if argument is None:
+            packed.append(0)
+        elif isinstance(argument, Tensor):
+            packed.append(argument.data_ptr())
         elif isinstance(argument, float):
             packed.append(ctypes.c_float(argument))
         else:
@@ -146,42 +209,75 @@ def packed_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
     return packed
 
 
+@dataclass(slots=True)
+class _Loaded:
+    """A kernel on a GPU."""
+
+    kernel: Any
+    """What the binding launches."""
+    shared_bytes: int
+    """Dynamic shared memory that it may use."""
+
+
 class _GPU:
     """Launches on the current stream of torch."""
 
     def __init__(self) -> None:
-        self._kernels: dict[tuple[Any, ...], Any] = {}
-        self._shared: dict[tuple[Any, ...], int] = {}
+        self._kernels: dict[tuple[Any, ...], _Loaded] = {}
 
     def run(
         self, program: Program, launch: Launch, arguments: tuple[Argument, ...], device: torch.device
     ) -> None:
-        from cuda.core import LaunchConfig, Stream
+        from cuda.core import LaunchConfig
         from cuda.core import launch as launch_kernel
 
-        key = (program, launch.kernel, tuple(sorted(launch.defines.items())), device)
+        key = (program, launch.kernel, device, *launch.defines.items())
         with torch.cuda.device(device):
-            kernel = self._kernels.get(key)
-            if kernel is None:
-                kernel = self._kernels[key] = _load(program, launch, device)
-            if launch.shared_bytes > self._shared.get(key, _SHARED_BYTES):
-                _raise_shared(kernel, launch.shared_bytes, device)
-                self._shared[key] = launch.shared_bytes
+            loaded = self._kernels.get(key)
+            if loaded is None:
+                loaded = self._kernels[key] = _load(program, launch, device)
+            if launch.shared_bytes > loaded.shared_bytes:
+                _raise_shared(loaded.kernel, launch.shared_bytes, device)
+                loaded.shared_bytes = launch.shared_bytes
             config = LaunchConfig(grid=launch.grid, block=launch.threads, shmem_size=launch.shared_bytes)
-            stream = Stream.from_handle(torch.cuda.current_stream(device).cuda_stream)
-            values = [
-                a.value or 0 if isinstance(a, ctypes.c_void_p) else a for a in packed_arguments(arguments)
-            ]
-            launch_kernel(stream, config, kernel, *values)
+            stream = _stream(torch.cuda.current_stream(device).cuda_stream, device)
+            values = packed_arguments(arguments)
+            try:
+                launch_kernel(stream, config, loaded.kernel, *values)
+            except Exception as problem:  # the binding has classes of its own for what the driver says
+                raise BackendError(
+                    f"the GPU refuses {launch.kernel} of {_name(program)}, or an earlier kernel failed; got "
+                    f"{type(problem).__name__}: {problem}, for a grid of {launch.grid} with {launch.threads} threads "
+                    f"and {launch.shared_bytes} bytes of shared memory. A grid has at most 2,147,483,647 x 65,535 x "
+                    "65,535 blocks. Pass fewer rows at a time, or Backend.REFERENCE."
+                ) from problem
 
 
 _SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a kernel may use without being told that it may."""
 
 
-def _load(program: Program, launch: Launch, device: torch.device) -> Any:
+def _name(program: Program) -> str:
+    return f"{program.source.parent.name}/{program.source.name}"
+
+
+@lru_cache(maxsize=256)
+def _stream(handle: int, device: torch.device) -> Any:
+    """Wrap a stream of torch; the device is part of the key, because every device has its own stream 0."""
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
+def _load(program: Program, launch: Launch, device: torch.device) -> _Loaded:
     from cuda.core import Device, ObjectCode
 
+    if not _is_comparing.get():
+        raise BackendError(
+            f"kernels run on a GPU once they were compared with the reference; got {launch.kernel} of {_name(program)} "
+            f"with {dict(launch.defines)}, which no comparison has launched. The check of its op covers every variant "
+            "that the op launches. Report this, and pass Backend.REFERENCE."
+        )
     index = torch.cuda.current_device() if device.index is None else device.index
     Device(index).set_current()
     built = nvrtc.build(
@@ -190,7 +286,7 @@ def _load(program: Program, launch: Launch, device: torch.device) -> Any:
         architecture=architecture_of(device),
         contracts=program.contracts,
     )
-    return ObjectCode.from_cubin(built.code).get_kernel(launch.kernel)
+    return _Loaded(ObjectCode.from_cubin(built.code).get_kernel(launch.kernel), _SHARED_BYTES)
 
 
 def _raise_shared(kernel: Any, num_bytes: int, device: torch.device) -> None:

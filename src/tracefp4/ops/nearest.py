@@ -4,6 +4,8 @@ Same bytes as `quantize`, which such ops cannot call: ops do not import each oth
 other rows are refused.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,14 @@ from tracefp4.errors import FormatError
 from tracefp4.formats.encoding import encode, read_operand
 from tracefp4.formats.scaling import outer_scale
 from tracefp4.formats.scheme import Scheme
+from tracefp4.formats.schemes import NVFP4_ROW_POW2
 from tracefp4.formats.selection import select_block_scales
 from tracefp4.formats.tensor import BlockTensor
-from tracefp4.ops.rules import rules_of
+from tracefp4.ops.rules import SchemeCase
+
+_WARP = 32
+_MAX_THREADS = 512
+"""Of a thread block, which takes a row."""
 
 
 def check_scheme(op: str, width: int, scheme: Scheme, exponent: int | None) -> None:
@@ -57,7 +64,39 @@ def empty_rows(
     )
 
 
-def variant(scheme: Scheme) -> dict[str, int | str]:
-    """Return the defines of rows.cuh for bf16 rows under a scheme."""
-    rules = ",".join(str(n) for n in rules_of(scheme).tolist())
-    return {"SCHEME": rules, "DTYPE": 1, "OUTER_OF_ROW": int(scheme.outer == "row")}
+class RowsCase(NamedTuple):
+    """What kernels of rows are specialised for, which round what they wrote."""
+
+    scheme: Scheme
+    """Of the copy in FP4; the usual one where none is wanted."""
+    parts: int
+    """Blocks of the scheme that a thread takes."""
+
+    @property
+    def defines(self) -> dict[str, int | str]:
+        """The constants of bf16_rows.cuh."""
+        own = {"OUTER_OF_ROW": int(self.scheme.outer == "row"), "PARTS": self.parts}
+        return SchemeCase(self.scheme, torch.bfloat16).defines | own
+
+    def threads(self, width: int) -> int:
+        """Threads for a row: one for each of its blocks, if they are that many."""
+        return min(-(-width // (self.scheme.block_size * _WARP)) * _WARP, _MAX_THREADS)
+
+    def rule(self) -> tuple[Scheme, int | None]:
+        """A rule under the scheme, for comparisons with the reference."""
+        return self.scheme, 3 if self.scheme.outer == "static" else None
+
+    def widened(self, x: Tensor) -> Tensor:
+        """Return rows [N, K] repeated until they are wide enough for this case."""
+        least = ((self.parts - 1) * _MAX_THREADS + 1) * self.scheme.block_size
+        return x.repeat(1, -(-least // x.shape[1]))
+
+    def __str__(self) -> str:
+        return f"{self.scheme.name} with {self.parts} blocks a thread"
+
+
+def rows_case(width: int, rule: tuple[Scheme, int | None] | None) -> RowsCase:
+    """Return the case of rows of a width, rounded under a rule or not at all."""
+    scheme = NVFP4_ROW_POW2 if rule is None else rule[0]
+    num_blocks = width // scheme.block_size
+    return RowsCase(scheme, max(1, -(-num_blocks // _MAX_THREADS)))

@@ -6,12 +6,36 @@ scaling.h and e2m1.h follow; the self-check of every library would notice anothe
 
 from enum import StrEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tracefp4.formats.order import Candidates, ErrorSum, Order, ScaleRule, Sign, Tie
 from tracefp4.formats.scheme import Scheme
+from tracefp4.ops.kernels import DTYPE
+
+
+class SchemeCase(NamedTuple):
+    """What kernels for GPUs that round or decode are specialised for."""
+
+    scheme: Scheme
+    """The scheme."""
+    dtype: torch.dtype
+    """Of the values as the kernels read or write them; a key of DTYPE."""
+
+    @property
+    def defines(self) -> dict[str, int | str]:
+        """The constants of blocks.cuh: SCHEME, the numbers of `rules_of`, and DTYPE."""
+        return {"SCHEME": _between_braces(self.scheme), "DTYPE": DTYPE[self.dtype]}
+
+    def __str__(self) -> str:
+        return f"{self.scheme.name} in {self.dtype}"
+
+
+def case_of(x: Tensor, scheme: Scheme) -> SchemeCase:
+    """Return the case of an operand that is read by `kernels.readable`."""
+    return SchemeCase(scheme, x.dtype if x.dtype in DTYPE else torch.float32)
 
 
 @lru_cache(maxsize=256)
@@ -41,6 +65,11 @@ def rules_of(scheme: Scheme) -> Tensor:
         dtype=torch.int32,
         device="cpu",
     )
+
+
+@lru_cache(maxsize=256)
+def _between_braces(scheme: Scheme) -> str:
+    return ",".join(str(number) for number in rules_of(scheme).tolist())
 
 
 def _place(members: type[StrEnum], member: StrEnum) -> int:

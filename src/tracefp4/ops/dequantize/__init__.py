@@ -14,7 +14,7 @@ from tracefp4.errors import FormatError
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops.backend import Backend, choose
 from tracefp4.ops.dequantize.compiled import dequantize_compiled
-from tracefp4.ops.dequantize.device import dequantize_on_device
+from tracefp4.ops.dequantize.device import case_of, dequantize_on_device
 from tracefp4.ops.dequantize.reference import dequantize_reference
 
 _WIDE_DTYPES = (torch.float32, torch.float64)
@@ -44,7 +44,6 @@ def dequantize(
         FormatError: When the dtype cannot hold the values exactly, or `out` does not fit.
         BackendError: When the backend cannot run here.
     """
-    chosen = choose("dequantize", t.packed.device, backend)
     if dtype not in _WIDE_DTYPES and not (dtype is torch.bfloat16 and t.scheme.is_exact_in_bf16):
         raise FormatError(
             f"dequantize of {t.scheme.name} cannot give {dtype} exactly. Allowed: float32 and float64, and bfloat16 "
@@ -52,6 +51,7 @@ def dequantize(
         )
     if out is not None:
         _check_out(out, t, dtype)
+    chosen = choose("dequantize", t.packed.device, backend, case_of(t, dtype))
     if chosen is Backend.CUDA:
         return dequantize_on_device(t, dtype, out)
     if chosen is Backend.COMPILED:

@@ -19,7 +19,7 @@ from tracefp4.formats.precision import LayerPrecision
 from tracefp4.formats.scheme import Scheme
 from tracefp4.formats.weight_fragments import WeightFragments
 from tracefp4.ops.backend import Backend, choose
-from tracefp4.ops.expert_layer.device import expert_layer_on_device, refit_on_device
+from tracefp4.ops.expert_layer.device import case_of, expert_layer_on_device, refit_on_device
 from tracefp4.ops.expert_layer.operands import ExpertOutput, Experts, Routing
 from tracefp4.ops.expert_layer.reference import expert_layer_reference, refit_reference
 
@@ -60,9 +60,10 @@ def expert_layer(
         FormatError: When shapes, dtypes or schemes do not fit.
         BackendError: When the backend cannot run here.
     """
-    chosen = choose("expert_layer", x.device, backend)
     _check_operands(x, routing, experts)
     _check_schemes(experts, precision)
+    case = case_of(routing.ids.numel(), experts, precision.activation)
+    chosen = choose("expert_layer", x.device, backend, case)
     return _LAYER[chosen](x, routing, experts, precision, with_codes)
 
 
@@ -81,13 +82,13 @@ def refit(weights: Tensor, fragments: WeightFragments, *, backend: Backend = Bac
         FormatError: When shape, dtype or device do not fit.
         BackendError: When the backend cannot run here.
     """
-    chosen = choose("expert_layer", weights.device, backend)
     fits = weights.shape == fragments.shape and weights.device == fragments.words.device
     if weights.dtype != torch.bfloat16 or not fits:
         raise FormatError(
             f"refit needs bfloat16 weights {tuple(fragments.shape)} on {fragments.words.device}; got {weights.dtype} "
             f"{tuple(weights.shape)} on {weights.device}. Make fragments of the new shape with empty_fragments."
         )
+    chosen = choose("expert_layer", weights.device, backend, fragments.scheme)
     _REFIT[chosen](weights.detach(), fragments)
 
 

@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 
 from tracefp4.formats.precision import LayerPrecision, Part
 from tracefp4.formats.scheme import Scheme
-from tracefp4.formats.schemes import MXFP4_FLOOR, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
+from tracefp4.formats.schemes import NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.formats.weight_fragments import GROUP, WeightFragments, empty_fragments
-from tracefp4.ops.device import DeviceLibrary, Launch, aligned
+from tracefp4.ops.device import DeviceLibrary, KernelFile, Launch, aligned
 from tracefp4.ops.expert_layer.operands import ExpertOutput, Experts, Routing
 from tracefp4.ops.expert_layer.reference import (
     combine_reference,
@@ -31,10 +31,9 @@ from tracefp4.ops.expert_layer.reference import (
     gate_up_reference,
     refit_reference,
     round_rows,
-    values_of,
 )
 from tracefp4.ops.kernels import DTYPE, first_difference
-from tracefp4.ops.rules import rules_of
+from tracefp4.ops.rules import SchemeCase
 
 _HERE = Path(__file__).parent
 _OWN_EXPONENT = 128
@@ -148,6 +147,39 @@ def run_steps(
     return Steps(x_rows, h, w2_rows, y_of_pairs, y)
 
 
+class Case(NamedTuple):
+    """What the kernels of a layer are specialised for; those of `refit` for a scheme alone."""
+
+    weight: Scheme
+    """Of the weights."""
+    activation: Scheme | None
+    """Of x and h."""
+    tiling: Tiling
+    """How the products are cut."""
+    hidden: int
+    """The fewest groups of 64 columns that take the kernels of x, and go around their stages where x does."""
+    inner: int
+    """The same of h."""
+
+    def __str__(self) -> str:
+        activation = "bf16" if self.activation is None else self.activation.name
+        groups = f"{self.hidden} and {self.inner} groups"
+        return f"{self.weight.name} weights, {activation} activations, {self.tiling}, {groups}"
+
+
+def case_of(num_pairs: int, experts: Experts, activation: Scheme | None) -> Case:
+    """Return the case of a layer for so many pairs."""
+    tiling = tiling_of(num_pairs, experts.gate_up.shape[0])
+    groups = (_fewest_groups(tiling, part.words.shape[2]) for part in experts)
+    return Case(experts.down.scheme, activation, tiling, *groups)
+
+
+def _fewest_groups(tiling: Tiling, groups: int) -> int:
+    cut = _cut(tiling, groups)
+    around = (1 if tiling.kind == "many" else cut[0]) * cut[1] + 1
+    return next(n for n in range(min(around, groups), groups + 1) if _cut(tiling, n) == cut)
+
+
 def refit_on_device(weights: Tensor, fragments: WeightFragments) -> None:
     """Quantize checked matrices into fragments; see `refit`."""
     weights = aligned(weights.resolve_neg())
@@ -221,7 +253,17 @@ def _empty_bytes(
 
 
 def _rows_variant(scheme: Scheme) -> dict[str, int | str]:
-    return {"SCHEME": ",".join(str(n) for n in rules_of(scheme).tolist()), "DTYPE": DTYPE[torch.bfloat16]}
+    return SchemeCase(scheme, torch.bfloat16).defines
+
+
+def _cut(tiling: Tiling, groups: int) -> tuple[int, int]:
+    """Return the warps and stages of a product over so many groups of 64 columns."""
+    if tiling.kind == "many":
+        return tiling.warps, tiling.stages
+    # as many warps as have about the same number of groups
+    fitting = (n for n in (8, 4, 2, 1) if n <= tiling.warps and -(-groups // n) * n * 4 <= groups * 5)
+    warps = next(fitting)
+    return warps, min(tiling.stages, -(-groups // warps))
 
 
 def _multiply(
@@ -235,12 +277,8 @@ def _multiply(
     groups = w.words.shape[2]
     tiles_of_rows = w.words.shape[1] // (2 if product == "gate_up" else 1)
     row_tiles = tiling.row_tiles // (2 if product == "gate_up" else 1)
-    warps, stages, shared_bytes = tiling.warps, tiling.stages, 0
-    if tiling.kind == "few":  # as many warps as have about the same number of groups
-        fitting = (n for n in (8, 4, 2, 1) if n <= warps and -(-groups // n) * n * 4 <= groups * 5)
-        warps = next(fitting)
-        stages = min(stages, -(-groups // warps))
-    else:
+    (warps, stages), shared_bytes = _cut(tiling, groups), 0
+    if tiling.kind == "many":
         row_tiles *= warps
         of_warp = tiling.row_tiles * (512 + 16 * GROUP // w.scheme.block_size)
         shared_bytes = stages * (8 * tiling.token_tiles * (GROUP + 8) * 2 + warps * of_warp)
@@ -257,45 +295,44 @@ def _multiply(
     library.launch(launch, w.words, w.scales, w.exponents, x, *routes, groups, *rest, device=x.device)
 
 
-def differences(device: torch.device) -> str | None:
-    """Compare with the reference on a small layer, in both shapes of products; return what differs, or None."""
-    for scheme, activation in ((NVFP4_TENSOR_POW2, NVFP4_ROW_POW2), (MXFP4_FLOOR, MXFP4_FLOOR)):
-        precision = LayerPrecision(activation=activation, weight=scheme, kv=None)
-        found = _differences(precision, device)
-        if found is not None:
-            return f"{found} under {scheme.name}"
-    return None
-
-
-def _differences(precision: LayerPrecision, device: torch.device) -> str | None:
-    assert precision.weight is not None
-    wave = torch.sin(torch.arange(4 * 256 * 128, dtype=torch.float32, device=device) * 1.7).to(torch.bfloat16)
-    gate_up, down = wave.view(4, 256, 128), wave[: 4 * 128 * 128].view(4, 128, 128)
-    fitted = []
-    for fit in (refit_on_device, refit_reference):
-        pair = [empty_fragments(w.shape, precision.weight, device) for w in (gate_up, down)]
-        fit(gate_up, pair[0])
-        fit(down, pair[1])
-        fitted.append(Experts(*pair))
-    experts, wanted = fitted
-    found = first_difference(
-        (f"{part} of weights", getattr(a, part), getattr(b, part))
-        for a, b in zip(experts, wanted, strict=True)
-        for part in ("words", "scales", "exponents")
-    )
-    if found is not None:
-        return found
-    x = wave[: 11 * 128].view(11, 128)
-    ids = torch.arange(22, device=device).view(11, 2) % 3
-    routing = Routing(ids, wave[:22].view(11, 2))
-    for tiling in (_TILINGS[0][1], _MOST):
-        steps = run_steps(x, routing, experts, precision, (tiling, True))
-        found = first_difference(_bytes_of_sites(x, steps, precision)) or _far_from_reference(
-            steps, routing, experts
+def differences(device: torch.device, case: Case | Scheme) -> str | None:
+    """Compare a small layer with the reference, or `refit` under a scheme; return what differs, or None."""
+    if isinstance(case, Scheme):
+        weights = _wave(4 * 96 * 192, device).view(4, 96, 192)
+        got, wanted = (empty_fragments(weights.shape, case, device) for _ in range(2))
+        for fragments in (got, wanted):  # a static scheme keeps its exponents, which are 0
+            fragments.exponents.zero_()
+        refit_on_device(weights, got)
+        refit_reference(weights, wanted)
+        parts = ("words", "scales", "exponents")
+        return first_difference(
+            (f"{part} of weights", getattr(got, part), getattr(wanted, part)) for part in parts
         )
-        if found is not None:
-            return f"{found} of {tiling.kind}"
-    return None
+    experts, x = _small_layer(case, device)
+    precision = LayerPrecision(
+        activation=case.activation, weight=case.weight, kv=None, x_exponent=-8, w2_exponent=-8
+    )
+    routing = Routing(torch.arange(22, device=device).view(11, 2) % 3, x[0, :22].view(11, 2))
+    steps = run_steps(x, routing, experts, precision, (case.tiling, True))
+    return first_difference(_bytes_of_sites(x, steps, precision)) or _far_from_reference(
+        steps, routing, experts
+    )
+
+
+def _small_layer(case: Case, device: torch.device) -> tuple[Experts, Tensor]:
+    """Return four experts and eleven tokens; one expert is without tokens."""
+    hidden, inner, parts = case.hidden * GROUP, case.inner * GROUP, []
+    for rows, width in ((2 * inner, hidden), (hidden, inner)):
+        fragments = empty_fragments((4, rows, width), case.weight, device)
+        fragments.exponents.zero_()
+        refit_reference(_wave(4 * rows * width, device).view(4, rows, width), fragments)
+        parts.append(fragments)
+    return Experts(*parts), _wave(11 * hidden, device).view(11, hidden)
+
+
+def _wave(num_elements: int, device: torch.device) -> Tensor:
+    angles = torch.arange(num_elements, dtype=torch.float64, device=device) * 1.7
+    return angles.sin().to(torch.bfloat16)
 
 
 def _bytes_of_sites(
@@ -303,21 +340,22 @@ def _bytes_of_sites(
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     parts: tuple[tuple[Part, Tensor, Rows], ...] = (("x", x, steps.x), ("w2", steps.h, steps.w2))
     for part, unrounded, rows in parts:
-        got, wanted = rows.block_tensor, round_rows(unrounded, precision, part).block_tensor
-        assert got is not None and wanted is not None
+        rounded = round_rows(unrounded, precision, part)
+        yield f"values of {part}", rows.values.to(torch.float32), rounded.values
+        if rows.block_tensor is None or rounded.block_tensor is None:
+            continue
         for name in ("packed", "block_scales", "outer"):
-            yield f"{name} of {part}", getattr(got, name), getattr(wanted, name)
+            yield f"{name} of {part}", getattr(rows.block_tensor, name), getattr(rounded.block_tensor, name)
 
 
 def _far_from_reference(steps: Steps, routing: Routing, experts: Experts) -> str | None:
     """Compare every product with the reference's, given the operands that the kernels had; the orders of their sums
     differ, and with them the last bit of bf16."""
-    assert steps.x.block_tensor is not None and steps.w2.block_tensor is not None
     ids, top_k = routing.ids.reshape(-1), routing.ids.shape[1]
-    x = values_of(steps.x.block_tensor).repeat_interleave(top_k, 0)
+    x, h = steps.x.values.float().repeat_interleave(top_k, 0), steps.w2.values.float()
     pairs = (
         ("h", steps.h, gate_up_reference(x, ids, experts.gate_up)),
-        ("y of pairs", steps.y_of_pairs, down_reference(values_of(steps.w2.block_tensor), ids, experts.down)),
+        ("y of pairs", steps.y_of_pairs, down_reference(h, ids, experts.down)),
         ("y", steps.y, combine_reference(steps.y_of_pairs.float(), routing, experts)),
     )
     for name, got, wanted in pairs:
@@ -327,10 +365,9 @@ def _far_from_reference(steps: Steps, routing: Routing, experts: Experts) -> str
     return None
 
 
-LIBRARY = DeviceLibrary(_HERE / "few.cu", differences)
-"""Products of experts with few tokens; its check runs all kernels."""
-_MANY = DeviceLibrary(_HERE / "many.cu", differences)
-_LISTS = DeviceLibrary(_HERE / "routes.cu", differences)
-_ROWS = DeviceLibrary(_HERE / "rows.cu", differences)
-LIBRARIES = (LIBRARY, _MANY, _LISTS, _ROWS)
+_USUAL = Case(NVFP4_TENSOR_POW2, NVFP4_ROW_POW2, _TILINGS[0][1], 2, 2)
+LIBRARY: DeviceLibrary[Case | Scheme] = DeviceLibrary(_HERE / "few.cu", differences, _USUAL)
+"""Products of experts with few tokens; its check runs the kernels of all files."""
+_MANY, _LISTS, _ROWS = (KernelFile(_HERE / name) for name in ("many.cu", "routes.cu", "rows.cu"))
+FILES = (LIBRARY, _MANY, _LISTS, _ROWS)
 """All of them; a runner has to be given to each."""

@@ -33,7 +33,8 @@ from tracefp4.formats.scheme import Scheme
 from tracefp4.ops.backend import Backend, choose
 from tracefp4.ops.guided_quantize.cells import boundary_distance
 from tracefp4.ops.guided_quantize.compiled import guided_quantize_compiled
-from tracefp4.ops.guided_quantize.device import guided_quantize_on_device
+from tracefp4.ops.guided_quantize.decisions import kind_of
+from tracefp4.ops.guided_quantize.device import Case, guided_quantize_on_device
 from tracefp4.ops.guided_quantize.keeping import Recorded
 from tracefp4.ops.guided_quantize.recording import (
     recorded_quantize_compiled,
@@ -41,6 +42,7 @@ from tracefp4.ops.guided_quantize.recording import (
     recorded_quantize_reference,
 )
 from tracefp4.ops.guided_quantize.reference import guided_quantize_reference
+from tracefp4.ops.guided_quantize.rows import rows_case
 from tracefp4.ops.guided_quantize.scale_decoding import check_decodable, check_outer
 from tracefp4.ops.guided_quantize.values import Guide, Rounded
 
@@ -97,12 +99,15 @@ def guided_quantize(
             waits for it reports.
         BackendError: When the backend cannot run here.
     """
-    chosen = choose("guided_quantize", x.device, backend)
     _check_input(x, scheme, exponent)
     if guide is not None:
         _check_guide(x, scheme, guide)
-        if chosen is not Backend.CUDA:  # whose kernel looks itself, without waiting for the device
-            check_outer(guide, scheme)
+    case = Case(rows_case(x, scheme), None if guide is None else kind_of(guide))
+    chosen = choose("guided_quantize", x.device, backend, case)
+    if (
+        guide is not None and chosen is not Backend.CUDA
+    ):  # whose kernel looks itself, without waiting for the device
+        check_outer(guide, scheme)
     return _ROUND[chosen](x, scheme, guide, exponent, with_codes)
 
 
@@ -132,8 +137,8 @@ def recorded_quantize(
         FormatError: When x or the exponent do not fit the scheme.
         BackendError: When the backend cannot run here.
     """
-    chosen = choose("guided_quantize", x.device, backend)
     _check_input(x, scheme, exponent)
+    chosen = choose("guided_quantize", x.device, backend, Case(rows_case(x, scheme), codec))
     return _RECORD[chosen](x, scheme, codec, exponent, with_codes)
 
 

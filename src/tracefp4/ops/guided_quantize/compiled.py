@@ -16,7 +16,7 @@ from tracefp4.coding import ScaleCoding, SyndromeCode
 from tracefp4.formats.scaling import outer_scale
 from tracefp4.formats.scheme import Scheme
 from tracefp4.formats.schemes import SCHEMES
-from tracefp4.ops.guided_quantize.decisions import SCALE_CODINGS, decisions_of, guides_of
+from tracefp4.ops.guided_quantize.decisions import SCALE_CODINGS, decisions_of, guide_of, kinds_for
 from tracefp4.ops.guided_quantize.reference import check_scale_bytes, guided_quantize_reference
 from tracefp4.ops.guided_quantize.values import Guide, Rounded
 from tracefp4.ops.kernels import DTYPE, Library, check_values, empty, first_difference, readable
@@ -111,7 +111,7 @@ def _pairs() -> Iterator[tuple[str, Tensor, Tensor]]:
         guides: list[Guide | None] = [None]
         if scheme.outer != "tensor":
             rollout = guided_quantize_reference(x.flip(1) * 1.1, scheme, None, exponent, True)
-            guides.extend(guides_of(rollout, scheme))
+            guides.extend(guide_of(kind, rollout) for kind in kinds_for(scheme))
         for guide in guides:
             for dtype in (torch.float32, torch.bfloat16):
                 got = guided_quantize_compiled(x.to(dtype), scheme, guide, exponent, True)

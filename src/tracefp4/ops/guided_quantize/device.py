@@ -8,21 +8,31 @@ import math
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tracefp4.coding import SyndromeCode
+from tracefp4.coding import Codec, SyndromeCode
 from tracefp4.formats.scheme import Scheme
-from tracefp4.formats.schemes import SCHEMES
+from tracefp4.formats.schemes import NVFP4_ROW_POW2
 from tracefp4.ops.device import DeviceLibrary, Launch, aligned
 from tracefp4.ops.guided_quantize import recording
-from tracefp4.ops.guided_quantize.decisions import SCALE_CODINGS, decisions_of, guides_of
+from tracefp4.ops.guided_quantize.decisions import SCALE_CODINGS, GuideKind, decisions_of, guide_of
 from tracefp4.ops.guided_quantize.reference import guided_quantize_reference
-from tracefp4.ops.guided_quantize.rows import WARP, Shape, outer_of, readable_rows, row_variant, shape_of
+from tracefp4.ops.guided_quantize.rows import (
+    WARP,
+    Shape,
+    check_rows,
+    outer_of,
+    readable_rows,
+    row_variant,
+    shape_of,
+)
 from tracefp4.ops.guided_quantize.values import Guide, Rounded
-from tracefp4.ops.kernels import check_values, first_difference
+from tracefp4.ops.kernels import first_difference
 from tracefp4.ops.parity_checks import numbers_on
+from tracefp4.ops.rules import SchemeCase
 
 _RANKING_BYTES = 1312
 """`struct ranking` of search.cuh, one for every warp."""
@@ -107,32 +117,48 @@ def _operands(guide: Guide | None, device: torch.device) -> tuple[Tensor | float
     )
 
 
-def differences(device: torch.device) -> str | None:
-    """Compare with the reference: schemes and guides of every kind, and what is recorded; return what differs."""
-    return first_difference(_pairs(device)) or recording.differences(device)
+class Case(NamedTuple):
+    """What kernels are specialised for."""
+
+    rows: SchemeCase
+    """Scheme and dtype of x."""
+    what: GuideKind | Codec | None = None
+    """What is followed, or what `recorded_quantize` keeps; None without either."""
+
+    def __str__(self) -> str:
+        what = self.what.name if isinstance(self.what, Codec) else self.what
+        return f"{self.rows}, {what}"
 
 
-def _pairs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    x = check_values().to(device)
-    for index, scheme in enumerate(_CHECKED):
-        exponent = 3 if scheme.outer == "static" else None
-        guides: list[Guide | None] = [None]
-        if scheme.outer != "tensor":
-            rollout = guided_quantize_reference(x.flip(1) * 1.1, scheme, None, exponent, True)
-            of_each_kind = list(guides_of(rollout, scheme))
-            guides.extend(of_each_kind if index == 0 else of_each_kind[index % len(of_each_kind) :][:1])
-        for guide in guides:
-            rows = x.to((torch.bfloat16, torch.float32)[index % 2])
-            got = guided_quantize_on_device(rows, scheme, guide, exponent, True)
-            wanted = guided_quantize_reference(rows, scheme, guide, exponent, True)
-            for field in fields(wanted):
-                mine, theirs = getattr(got, field.name), getattr(wanted, field.name)
-                if theirs is not None:
-                    yield field.name, mine, theirs
+def differences(device: torch.device, case: Case) -> str | None:
+    """Compare with the reference under one scheme and dtype, with one kind of guide or codec; return what differs."""
+    if isinstance(case.what, Codec):
+        return recording.differences(device, case.rows, case.what)
+    return first_difference(_pairs(device, case.rows, case.what))
 
 
-_CHECKED = list({(s.order, s.scale_rule, s.candidates, s.tie, s.outer): s for s in SCHEMES.values()}.values())
-"""One scheme of each kind that the kernel tells apart; the first sees every kind of guide."""
+def _pairs(
+    device: torch.device, case: SchemeCase, kind: GuideKind | None
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    scheme, exponent = case.scheme, 3 if case.scheme.outer == "static" else None
+    x = check_rows(scheme, () if kind is None else (kind.code, kind.scale_code)).to(device)
+    guides: list[Guide | None] = [None]
+    if kind is not None:  # of a rounding nearby, where few decisions differ, and of another one
+        roundings = (
+            guided_quantize_reference(r, scheme, None, exponent, True) for r in (x * 1.02, x.flip(1))
+        )
+        guides = [guide_of(kind, rounding) for rounding in roundings]
+    rows = x.to(case.dtype)
+    for guide in guides:
+        got = guided_quantize_on_device(rows, scheme, guide, exponent, True)
+        wanted = guided_quantize_reference(rows, scheme, guide, exponent, True)
+        for field in fields(wanted):
+            mine, theirs = getattr(got, field.name), getattr(wanted, field.name)
+            if theirs is not None:
+                yield field.name, mine, theirs
 
-LIBRARY = DeviceLibrary(Path(__file__).with_name("kernel.cu"), differences)
+
+LIBRARY = DeviceLibrary(
+    Path(__file__).with_name("kernel.cu"), differences, Case(SchemeCase(NVFP4_ROW_POW2, torch.bfloat16))
+)
 """The kernels of kernel.cu; their check covers recording.cu, too."""

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tracefp4.coding import Codec, SyndromeCode, codec_by_name
+from tracefp4.coding import Codec, SyndromeCode
 from tracefp4.formats.scheme import Scheme
-from tracefp4.formats.schemes import SCHEMES
-from tracefp4.ops.device import DeviceLibrary, Launch
+from tracefp4.ops.device import KernelFile, Launch
 from tracefp4.ops.guided_quantize.compiled import guided_quantize_compiled, syndromes_compiled
 from tracefp4.ops.guided_quantize.keeping import CODE_BITS, SCALE_BITS, Recorded, kept_codes, kept_scales
 from tracefp4.ops.guided_quantize.reference import guided_quantize_reference
-from tracefp4.ops.guided_quantize.rows import outer_of, readable_rows, row_variant, shape_of
+from tracefp4.ops.guided_quantize.rows import check_rows, outer_of, readable_rows, row_variant, shape_of
 from tracefp4.ops.guided_quantize.values import Rounded
-from tracefp4.ops.kernels import check_values, first_difference
+from tracefp4.ops.kernels import first_difference
 from tracefp4.ops.parity_checks import numbers_on
+from tracefp4.ops.rules import SchemeCase
 
 
 def recorded_quantize_reference(
@@ -65,14 +65,14 @@ def recorded_quantize_on_device(
     if with_codes:
         codes_NK = made(width)
     variant = {**row_variant(x_NK, scheme), **_variant(codec)}
-    outer, payload = outer_of(x_NK, scheme, exponent, LIBRARY, variant), made(codec.payload_bytes(width))
+    outer, payload = outer_of(x_NK, scheme, exponent, KERNELS, variant), made(codec.payload_bytes(width))
     is_raw = SCALE_BITS[codec.scale_coding] == 8
     scales = block_scales_NG if is_raw else made(codec.scale_bytes(num_blocks))
     words = max(_words(codec.code, width), _words(codec.scale_code, num_blocks))
     launch = Launch("recorded_rows", (shape.grid,), shape.of_block, variant, 4 * words * shape.slots)
     numbers = [None if code is None else numbers_on(code, device) for code in (codec.code, codec.scale_code)]
     results = (outer, block_scales_NG, values_NK, codes_NK, payload, None if is_raw else scales)
-    LIBRARY.launch(launch, x_NK, rows, width, shape.of_row, *numbers, *results, device=device)
+    KERNELS.launch(launch, x_NK, rows, width, shape.of_row, *numbers, *results, device=device)
     rounded = Rounded(
         values=values_NK.to(x.dtype),
         codes=codes_NK,
@@ -92,29 +92,22 @@ def _words(code: SyndromeCode | None, width: int) -> int:
     return 0 if code is None else -(-width // 32) + 1 + -(-code.num_blocks(width) * code.num_bits // 32)
 
 
-def differences(device: torch.device) -> str | None:
-    """Compare with the reference, for schemes and codecs of several kinds; return what differs, or None."""
-    return first_difference(_pairs(device))
+def differences(device: torch.device, case: SchemeCase, codec: Codec) -> str | None:
+    """Compare with the reference under one scheme, dtype and codec; return what differs, or None."""
+    return first_difference(_pairs(device, case, codec))
 
 
-def _pairs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    for scheme_name, codec_name in (
-        ("NVFP4_ROW_POW2", "full"),
-        ("NVFP4_ROW_POW2", "bch32_2+secded"),
-        ("NVFP4_KV", "low2+coset1"),
-        ("MXFP4_FLOOR", "mantissa_lean"),
-    ):
-        scheme, codec = SCHEMES[scheme_name], codec_by_name(codec_name)
-        exponent = 3 if scheme.outer == "static" else None
-        operands = (check_values().to(device, torch.bfloat16), scheme, codec, exponent, True)
-        got, wanted = recorded_quantize_on_device(*operands), recorded_quantize_reference(*operands)
-        yield f"payload of {codec_name}", got.payload, wanted.payload
-        yield f"scales of {codec_name}", got.scales, wanted.scales
-        for field in fields(wanted.rounded):
-            mine, theirs = getattr(got.rounded, field.name), getattr(wanted.rounded, field.name)
-            if theirs is not None:
-                yield field.name, mine, theirs
+def _pairs(device: torch.device, case: SchemeCase, codec: Codec) -> Iterator[tuple[str, Tensor, Tensor]]:
+    x = check_rows(case.scheme, (codec.code, codec.scale_code)).to(device, case.dtype)
+    operands = (x, case.scheme, codec, 3 if case.scheme.outer == "static" else None, True)
+    got, wanted = recorded_quantize_on_device(*operands), recorded_quantize_reference(*operands)
+    yield "payload", got.payload, wanted.payload
+    yield "kept scales", got.scales, wanted.scales
+    for field in fields(wanted.rounded):
+        mine, theirs = getattr(got.rounded, field.name), getattr(wanted.rounded, field.name)
+        if theirs is not None:
+            yield field.name, mine, theirs
 
 
-LIBRARY = DeviceLibrary(Path(__file__).with_name("recording.cu"), differences)
+KERNELS = KernelFile(Path(__file__).with_name("recording.cu"))
 """The kernel of recording.cu."""

@@ -1,16 +1,18 @@
 """Rows over threads, for the launchers of this op: the Python side of rows.cuh. This module launches no rounding."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tracefp4.coding import SyndromeCode
 from tracefp4.formats.scaling import outer_scale
 from tracefp4.formats.scheme import Scheme
-from tracefp4.ops.device import DeviceLibrary, Launch, aligned
-from tracefp4.ops.kernels import DTYPE, readable
+from tracefp4.ops.device import KernelFile, Launch, aligned
+from tracefp4.ops.kernels import check_values, readable
 from tracefp4.ops.nvrtc import Defines
-from tracefp4.ops.rules import rules_of
+from tracefp4.ops.rules import SchemeCase
 
 WARP = 32
 _SHORT_ROWS = 128
@@ -53,10 +55,24 @@ def readable_rows(x: Tensor) -> Tensor:
     return aligned(readable(x if x.dtype is torch.bfloat16 else x.to(torch.float32)))
 
 
+def rows_case(x: Tensor, scheme: Scheme) -> SchemeCase:
+    """Return the case of rows that `readable_rows` makes readable."""
+    return SchemeCase(scheme, torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32)
+
+
+def check_rows(scheme: Scheme, codes: Sequence[SyndromeCode | None]) -> Tensor:
+    """Return float32 rows on the CPU for comparisons with the reference, as wide as a block of every syndrome code: of
+    values first, then of scales."""
+    lengths = [0 if code is None else code.length for code in codes]
+    widths = [length * unit for length, unit in zip(lengths, (1, scheme.block_size), strict=False)]
+    x = check_values()
+    return x.repeat(1, max(1, *(-(-width // x.shape[1]) for width in (*widths, 1))))
+
+
 def outer_of(
-    x_NK: Tensor, scheme: Scheme, exponent: int | None, library: DeviceLibrary, defines: Defines
+    x_NK: Tensor, scheme: Scheme, exponent: int | None, file: KernelFile, defines: Defines
 ) -> Tensor:
-    """Return the outer scales; those of rows are not found yet. The library has a kernel `row_maxima`."""
+    """Return the outer scales; those of rows are not found yet. The file has a kernel `row_maxima`."""
     if scheme.outer == "row":
         dtype = torch.int8 if scheme.is_exact_in_bf16 else torch.float32
         return torch.empty(len(x_NK), dtype=dtype, device=x_NK.device)
@@ -64,11 +80,10 @@ def outer_of(
     if scheme.outer == "tensor":
         threads = min(-(-x_NK.shape[1] // (scheme.block_size * WARP)) * WARP, _MAX_THREADS)
         launch = Launch("row_maxima", (len(x_NK),), threads, defines)
-        library.launch(launch, x_NK, x_NK.shape[1], amax, device=x_NK.device)
+        file.launch(launch, x_NK, x_NK.shape[1], amax, device=x_NK.device)
     return outer_scale(amax, scheme, exponent)
 
 
 def row_variant(x_NK: Tensor, scheme: Scheme) -> dict[str, int | str]:
     """Return the defines of rows.cuh."""
-    rules = ",".join(str(n) for n in rules_of(scheme).tolist())
-    return {"SCHEME": rules, "DTYPE": DTYPE[x_NK.dtype], "PER_ROW": int(scheme.outer == "row")}
+    return rows_case(x_NK, scheme).defines | {"PER_ROW": int(scheme.outer == "row")}

@@ -21,6 +21,7 @@ from tracefp4.ops.backend import Backend, choose
 from tracefp4.ops.kv_append.device import append_on_device, quantize_append_on_device
 from tracefp4.ops.kv_append.reference import append_reference, quantize_append_reference
 from tracefp4.ops.pages import LayerPages, Pages, QuantizedPages
+from tracefp4.ops.rules import case_of
 
 _APPEND = {Backend.CUDA: append_on_device, Backend.REFERENCE: append_reference}
 _QUANTIZE_APPEND = {Backend.CUDA: quantize_append_on_device, Backend.REFERENCE: quantize_append_reference}
@@ -80,7 +81,6 @@ def kv_quantize_append(
         FormatError: schemes, dtypes or shapes do not fit.
         BackendError: the backend cannot run here.
     """
-    chosen = choose("kv_append", slots.device, backend)
     found = [part for part in (pages.keys, pages.values) if not isinstance(part, Tensor)]
     if len(found) < 2 or k.dtype != v.dtype or not _is_one_scheme(*found):
         names = [part.scheme.name for part in found] or "floats"
@@ -92,6 +92,7 @@ def kv_quantize_append(
     for part, x in ((keys, k), (values, v)):
         check_operand(x, part.scheme, int(part.outer))
         _check_shape(part.packed, x[..., ::2], slots)
+    chosen = choose("kv_append", slots.device, backend, case_of(k, keys.scheme))
     return _QUANTIZE_APPEND[chosen](keys, values, k, v, slots)
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from tracefp4.formats.fragments import FragmentPages, to_fragments
+from tracefp4.formats.scheme import Scheme
 from tracefp4.formats.schemes import NVFP4_KV
 from tracefp4.formats.tensor import BlockTensor
-from tracefp4.ops.device import DeviceLibrary, Launch, aligned
-from tracefp4.ops.kernels import DTYPE, check_values, first_difference, readable
+from tracefp4.ops.device import DeviceLibrary, KernelFile, Launch, aligned
+from tracefp4.ops.kernels import check_values, first_difference, readable
 from tracefp4.ops.kv_append.reference import append_reference, quantize_append_reference
 from tracefp4.ops.pages import Pages, QuantizedPages
-from tracefp4.ops.rules import rules_of
+from tracefp4.ops.rules import SchemeCase, case_of
 
 _THREADS = 128
 _ORDERS = {"k": 1, "v": 2}
@@ -58,14 +59,12 @@ def quantize_append_on_device(
         )
         for pages in (keys, values)
     ]
-    rules = ",".join(str(n) for n in rules_of(keys.scheme).tolist())
-    defines: dict[str, int | str] = {"SCHEME": rules, "DTYPE": DTYPE[k.dtype]}
     grid = (-(-num_tokens * num_heads * num_blocks // _THREADS), 2)
     sizes = (num_tokens, num_heads, num_blocks, _num_slots(keys.packed))
     outers = [int(pages.outer) for pages in (keys, values)]
     orders = [_ORDERS[p.kind] if isinstance(p, FragmentPages) else 0 for p in (keys, values)]
     parts = [part for p in (*rows, keys, values) for part in (p.packed, p.block_scales)]
-    launch = Launch("quantize_append", grid, _THREADS, defines)
+    launch = Launch("quantize_append", grid, _THREADS, case_of(k, keys.scheme).defines)
     QUANTIZING.launch(launch, k, v, slots.contiguous(), *sizes, *outers, *orders, *parts, device=k.device)
     return rows[0], rows[1]
 
@@ -87,22 +86,34 @@ def _num_slots(pages: Tensor) -> int:
     return pages.shape[1] * pages.shape[2]
 
 
-def differences(device: torch.device) -> str | None:
-    """Compare pages of every layout after an append with the reference's; return what differs, or None."""
-    return first_difference(_pairs(device))
+def differences(device: torch.device, case: SchemeCase | None) -> str | None:
+    """Compare pages of every layout after an append with the reference's; return what differs, or None.
+
+    Args:
+        device: The GPU.
+        case: Of `kv_quantize_append`; None for `kv_append`, whose kernels move bytes of any scheme.
+    """
+    return first_difference(_moved(device) if case is None else _quantized(device, case))
 
 
-def _pairs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    rows = check_values().to(device, torch.bfloat16).view(4, 2, 64)
-    slots = torch.tensor([33, 0, 31, 17], device=device)
+def _quantized(device: torch.device, case: SchemeCase) -> Iterator[tuple[str, Tensor, Tensor]]:
+    rows, slots = _check_rows(device)
+    rows = rows.to(case.dtype)
     for is_plain in (True, False):
-        here, there = (_empty_pages(device, is_plain=is_plain) for _ in range(2))
+        here, there = (_empty_pages(device, case.scheme, is_plain=is_plain) for _ in range(2))
         found = quantize_append_on_device(*there, rows, rows.flip(0), slots)
         wanted = quantize_append_reference(*here, rows, rows.flip(0), slots)
         for new, old in zip((*found, *there), (*wanted, *here), strict=True):
             yield "quantized codes", new.packed, old.packed
             yield "block scales", new.block_scales, old.block_scales
-        for to, of, bytes_of in zip(there, here, wanted, strict=True):
+
+
+def _moved(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
+    rows, slots = _check_rows(device)
+    quantized = quantize_append_reference(*_empty_pages(device, NVFP4_KV), rows, rows.flip(0), slots)
+    for is_plain in (True, False):
+        here, there = (_empty_pages(device, NVFP4_KV, is_plain=is_plain) for _ in range(2))
+        for to, of, bytes_of in zip(there, here, quantized, strict=True):
             append_on_device(to, bytes_of, slots.flip(0))
             append_reference(of, bytes_of, slots.flip(0))
             yield "appended codes", to.packed, of.packed
@@ -113,20 +124,27 @@ def _pairs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "appended values", there_plain, here_plain
 
 
-def _empty_pages(device: torch.device, *, is_plain: bool) -> tuple[QuantizedPages, QuantizedPages]:
+def _check_rows(device: torch.device) -> tuple[Tensor, Tensor]:
+    rows = check_values().to(device, torch.bfloat16).view(4, 2, 64)
+    return rows, torch.tensor([33, 0, 31, 17], device=device)
+
+
+def _empty_pages(
+    device: torch.device, scheme: Scheme, *, is_plain: bool = True
+) -> tuple[QuantizedPages, QuantizedPages]:
     pages = [
         BlockTensor(
             packed=torch.zeros(2, 3, 16, 32, dtype=torch.uint8, device=device),
             block_scales=torch.zeros(2, 3, 16, 4, dtype=torch.uint8, device=device),
             outer=torch.tensor(exponent, dtype=torch.int8, device="cpu"),
-            scheme=NVFP4_KV,
+            scheme=scheme,
         )
         for exponent in (2, -3)
     ]
     return (pages[0], pages[1]) if is_plain else (to_fragments(pages[0], "k"), to_fragments(pages[1], "v"))
 
 
-LIBRARY = DeviceLibrary(Path(__file__).with_name("kernel.cu"), differences)
+LIBRARY = DeviceLibrary(Path(__file__).with_name("kernel.cu"), differences, None)
 """The kernels of kernel.cu, which move bytes; its check covers quantizing.cu, too."""
-QUANTIZING = DeviceLibrary(Path(__file__).with_name("quantizing.cu"), differences)
+QUANTIZING = KernelFile(Path(__file__).with_name("quantizing.cu"))
 """The kernel of quantizing.cu."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tracefp4.errors import BackendError, FormatError
 from tracefp4.ops.backend import Backend, choose
-from tracefp4.ops.kv_attention.device import SCOPE, attend_on_device, is_covered
+from tracefp4.ops.kv_attention.device import SCOPE, attend_on_device, case_of, is_covered
 from tracefp4.ops.kv_attention.reference import SPLIT, attend_reference
 from tracefp4.ops.pages import LayerPages
 
@@ -56,10 +56,12 @@ def kv_attention(
         FormatError: head counts, head dims or index dtypes do not fit.
         BackendError: the backend cannot run here, or not with these operands.
     """
-    chosen = choose("kv_attention", queries.device, backend)
     _check(queries, pages, page_table, positions)
-    attend = attend_reference
-    if chosen is Backend.CUDA and is_covered(queries, pages):
+    attend, case = attend_reference, None
+    if is_covered(queries, pages):
+        case = case_of(queries, pages, rounds_probabilities)
+    chosen = choose("kv_attention", queries.device, backend, case)
+    if chosen is Backend.CUDA and case is not None:
         attend = attend_on_device
     elif backend is Backend.CUDA:
         kinds = ", ".join(type(part).__name__ for part in (pages.keys, pages.values))

@@ -26,17 +26,22 @@ SCOPE = (
     "queries in bf16, fp16 or float32; K and V both FP4 in fragment order or both bf16; head dims "
     f"{HEAD_DIM_STEP}, 128, 192, {MAX_HEAD_DIM}; pages of {TILE_TOKENS} tokens or a multiple"
 )
-SPLIT_TOKENS = 512
+SPLIT_TOKENS = 1024
 """Tokens whose sums are kept apart: the same for every batch, so that no batch changes the order of additions."""
-_ENOUGH_BLOCKS = 528
-"""Thread blocks that fill a large GPU four times over; beyond them, blocks take several splits each."""
+_ENOUGH_BLOCKS = 2112
+"""Thread blocks that fill a large GPU four times over, four of them on a multiprocessor; beyond them, blocks take several
+splits each."""
 _WARPS = 4
-_SHARED_BYTES = 96 << 10
-"""Shared memory for tiles on their way: two blocks fit on a multiprocessor."""
+_SHARED_BYTES = {True: 48 << 10, False: 96 << 10}
+"""Shared memory for tiles on their way, for FP4 and for bf16: three or four blocks fit on a multiprocessor, or two."""
 _MAX_STAGES = 4
 ROUNDED = 3.05 * 2.0**-8
 """Largest error, in units of (sum of p |v|) / (sum of p), where probabilities and results are rounded to bf16: 2^-8 of
 every weight, as much of their sum, and as much of the result; the rest is for float32 sums and exponentials."""
+
+EXACT = 2.0**-18
+"""The same where neither is rounded."""
+_RESULT_ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}
 
 
 def is_covered(queries: Tensor, pages: LayerPages) -> bool:
@@ -82,7 +87,7 @@ def attend_on_device(
     queries, out = aligned(queries), torch.empty_like(queries, memory_format=torch.contiguous_format)
     num_seqs, num_queries, num_heads, _ = queries.shape
     num_columns = num_queries * (num_heads // num_kv)
-    defines = variant(queries.dtype, head_dim, num_columns, is_fp4=stored.is_fp4, rounds=rounds_probabilities)
+    defines = case_of(queries, pages, rounds_probabilities).defines
     tiles = (num_seqs * num_kv, -(-num_columns // (8 * int(defines["NT"]))))
     num_splits = -(-page_table.shape[1] * page_size // SPLIT_TOKENS)
     block_splits = max(1, min(num_splits, tiles[0] * tiles[1] * num_splits // enough_blocks))
@@ -106,38 +111,62 @@ def attend_on_device(
     return out
 
 
-def variant(
-    dtype: torch.dtype, head_dim: int, num_columns: int, *, is_fp4: bool, rounds: bool
-) -> dict[str, int | str]:
-    """Return the defines under which kernel.cu is compiled.
+class Case(NamedTuple):
+    """What kernel.cu is specialised for."""
 
-    Args:
-        dtype: Of the queries.
-        head_dim: D.
-        num_columns: Queries of a sequence times query heads of a kv head.
-        is_fp4: Whether pages hold FP4; their operands are fp16, otherwise bf16.
-        rounds: Whether probabilities are rounded to bf16.
-    """
-    # how many fp16 (11 bits) or bf16 (8 bits) numbers hold a query or a probability
-    of_query = {torch.bfloat16: 1, torch.float16: 1 if is_fp4 else 2, torch.float32: 2 if is_fp4 else 3}[
-        dtype
-    ]
-    of_probability = 1 if rounds else 2 if is_fp4 else 3
+    dtype: torch.dtype
+    """Of the queries."""
+    head_dim: int
+    """D."""
+    is_fp4: bool
+    """Whether pages hold FP4; their operands are fp16, otherwise bf16."""
+    rounds: bool
+    """Whether probabilities are rounded to bf16."""
+    tiles: int
+    """Tiles of 8 columns, pairs (query, query head), that a thread block takes."""
+
+    @property
+    def defines(self) -> dict[str, int | str]:
+        """The constants of kernel.cu."""
+        ring_bytes = _WARPS * _tile_bytes(self.head_dim, is_fp4=self.is_fp4)
+        return {
+            "HEAD_DIM": self.head_dim,
+            "IS_FP4": int(self.is_fp4),
+            "QUERY": DTYPE[self.dtype],
+            "QUERY_PARTS": _query_parts(self.dtype, is_fp4=self.is_fp4),
+            "PROBABILITY_PARTS": 1 if self.rounds else 2 if self.is_fp4 else 3,
+            "ROUNDS": int(self.rounds),
+            "SPLIT": SPLIT_TOKENS,
+            "NT": self.tiles,
+            "WARPS": _WARPS,
+            "MIN_BLOCKS": _min_blocks(self),
+            "STAGES": max(2, min(_MAX_STAGES, _SHARED_BYTES[self.is_fp4] // ring_bytes)),
+        }
+
+
+def case_of(queries: Tensor, pages: LayerPages, rounds_probabilities: bool) -> Case:
+    """Return the case of operands that `is_covered`."""
+    num_kv, _, _, head_dim = _stored(pages).size
+    is_fp4 = isinstance(pages.keys, FragmentPages)
+    num_columns = queries.shape[1] * (queries.shape[2] // num_kv)
     # as many columns as registers hold the sums of
-    most = 1 if of_query > 1 else 4 if head_dim == HEAD_DIM_STEP else 2
-    ring_bytes = _WARPS * _tile_bytes(head_dim, is_fp4=is_fp4)
-    return {
-        "HEAD_DIM": head_dim,
-        "IS_FP4": int(is_fp4),
-        "QUERY": DTYPE[dtype],
-        "QUERY_PARTS": of_query,
-        "PROBABILITY_PARTS": of_probability,
-        "ROUNDS": int(rounds),
-        "SPLIT": SPLIT_TOKENS,
-        "NT": 1 if num_columns <= 8 else min(2, most) if num_columns <= 16 else most,
-        "WARPS": _WARPS,
-        "STAGES": max(2, min(_MAX_STAGES, _SHARED_BYTES // ring_bytes)),
-    }
+    most = 1 if _query_parts(queries.dtype, is_fp4=is_fp4) > 1 else 4 if head_dim == HEAD_DIM_STEP else 2
+    tiles = 1 if num_columns <= 8 else min(2, most) if num_columns <= 16 else most
+    return Case(queries.dtype, head_dim, is_fp4, rounds_probabilities, tiles)
+
+
+def _min_blocks(case: Case) -> int:
+    """Return how many thread blocks a multiprocessor has room for: with registers for one after the other, the
+    latency of products and conversions shows."""
+    is_decoding = case.is_fp4 and case.tiles == 1 and case.dtype == torch.bfloat16
+    if not is_decoding:
+        return 1
+    return 4 if case.head_dim <= 128 else 3
+
+
+def _query_parts(dtype: torch.dtype, *, is_fp4: bool) -> int:
+    """Return how many fp16 (11 bits) or bf16 (8 bits) numbers hold a query."""
+    return {torch.bfloat16: 1, torch.float16: 1 if is_fp4 else 2, torch.float32: 2 if is_fp4 else 3}[dtype]
 
 
 def _shared(defines: Mapping[str, int | str]) -> int:
@@ -176,25 +205,26 @@ def _stored(pages: LayerPages) -> _Stored:
     return _Stored((keys, None, values, None), (0, 0), tuple(keys.shape), False)
 
 
-def differences(device: torch.device) -> str | None:
-    """Compare decoding over both kinds of pages with the reference; return what differs, or None."""
+def differences(device: torch.device, case: Case) -> str | None:
+    """Compare attention over pages of one kind with the reference; return what differs, or None."""
     generator = torch.Generator("cpu").manual_seed(0)
-    table = torch.randperm(40, generator=generator, device="cpu").view(1, 40).expand(2, 40).to(device)
-    positions = torch.tensor([[599], [70]], device=device)
-    queries = torch.randn(2, 1, 16, 128, generator=generator, device="cpu").to(device, torch.bfloat16)
+    num_frames = SPLIT_TOKENS // TILE_TOKENS + 8  # two splits, which are combined
+    table = torch.randperm(num_frames, generator=generator, device="cpu").expand(2, num_frames).to(device)
+    positions = torch.tensor([[SPLIT_TOKENS + 87], [70]], device=device)
+    size = (2, 1, 2 * 8 * case.tiles, case.head_dim)
+    queries = torch.randn(size, generator=generator, device="cpu").to(device, case.dtype)
     where = Where(page_table=table, positions=positions)
-    for is_fp4 in (True, False):
-        found = sample_pages(generator, is_fp4=is_fp4, head_dim=128, num_frames=40)
-        pages, magnitudes = (_moved(part, device) for part in found)
-        got, again = (
-            attend_on_device(queries, pages, **where, rounds_probabilities=True, enough_blocks=enough)
-            for enough in (_ENOUGH_BLOCKS, 1)
-        )
-        if not error_of(got, queries, (pages, magnitudes), where) <= ROUNDED:  # NaN is none
-            return f"results over {'FP4' if is_fp4 else 'bf16'} pages"
-        if not torch.equal(got, again):
-            return f"results over {'FP4' if is_fp4 else 'bf16'} pages in another grid"
-    return None
+    found = sample_pages(generator, is_fp4=case.is_fp4, head_dim=case.head_dim, num_frames=num_frames)
+    pages, magnitudes = (_moved(part, device) for part in found)
+    got, again = (
+        attend_on_device(queries, pages, **where, rounds_probabilities=case.rounds, enough_blocks=enough)
+        for enough in (_ENOUGH_BLOCKS, 1)
+    )
+    # results are rounded to the dtype of the queries, whatever happens to probabilities
+    allowed = ROUNDED if case.rounds else EXACT + _RESULT_ROUNDING[case.dtype]
+    if not error_of(got, queries, (pages, magnitudes), where) <= allowed:  # NaN is none
+        return "results"
+    return None if torch.equal(got, again) else "results in another grid"
 
 
 class Where(TypedDict):
@@ -255,5 +285,10 @@ def _moved(pages: LayerPages, device: torch.device) -> LayerPages:
     return LayerPages(keys=moved(pages.keys), values=moved(pages.values))
 
 
-LIBRARY = DeviceLibrary(Path(__file__).with_name("kernel.cu"), differences, scope=SCOPE)
+LIBRARY = DeviceLibrary(
+    Path(__file__).with_name("kernel.cu"),
+    differences,
+    Case(torch.bfloat16, 128, is_fp4=True, rounds=True, tiles=1),
+    scope=SCOPE,
+)
 """The kernels of kernel.cu."""

@@ -18,6 +18,7 @@ from tracefp4.ops.backend import Backend, choose
 from tracefp4.ops.quantize.compiled import quantize_compiled, quantize_with_scales_compiled
 from tracefp4.ops.quantize.device import quantize_on_device, quantize_with_scales_on_device
 from tracefp4.ops.quantize.reference import quantize_reference, quantize_with_scales_reference
+from tracefp4.ops.rules import case_of
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _QUANTIZE = {
@@ -61,8 +62,8 @@ def quantize(
         >>> hex(t.block_scales.item()), t.outer.item(), t.codes()[0, 0].item()
         ('0x78', -9, 7)
     """
-    chosen = choose("quantize", x.device, backend)
     _check(x, scheme, exponent)
+    chosen = choose("quantize", x.device, backend, case_of(x, scheme))
     return _QUANTIZE[chosen](x, scheme, exponent)
 
 
@@ -104,11 +105,11 @@ def quantize_with_scales(
         >>> t.codes()[0, 0].item()
         5
     """
-    chosen = choose("quantize", x.device, backend)
     _check(
         x, scheme, 0 if scheme.outer == "static" else None
     )  # the exponent of a static scheme is in `outer`
     _check_scales(x, block_scales, outer, scheme)
+    chosen = choose("quantize", x.device, backend, case_of(x, scheme))
     return _QUANTIZE_WITH_SCALES[chosen](x, block_scales, outer, scheme)
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tracefp4.formats.scaling import outer_scale
 from tracefp4.formats.scheme import Scheme
-from tracefp4.formats.schemes import SCHEMES
+from tracefp4.formats.schemes import NVFP4_ROW_POW2
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops.device import DeviceLibrary, Launch, aligned
-from tracefp4.ops.kernels import DTYPE, check_values, first_difference, readable
+from tracefp4.ops.kernels import check_values, first_difference, readable
 from tracefp4.ops.quantize.reference import quantize_reference, quantize_with_scales_reference
-from tracefp4.ops.rules import rules_of
+from tracefp4.ops.rules import SchemeCase, case_of
 
 _MAX_THREADS = 512
 """Threads of a block: enough of them per multiprocessor, and a row of 8,192 elements at a time."""
@@ -51,16 +51,11 @@ def quantize_with_scales_on_device(
     return BlockTensor(packed=packed, block_scales=block_scales, outer=outer, scheme=scheme)
 
 
-def variant(x: Tensor, scheme: Scheme) -> dict[str, int | str]:
-    """Return the defines under which kernel.cu is compiled for a tensor and a scheme."""
-    return {"SCHEME": ",".join(str(n) for n in rules_of(scheme).tolist()), "DTYPE": DTYPE[x.dtype]}
-
-
 def _over_rows(kernel: str, x: Tensor, scheme: Scheme) -> Launch:
     """A thread block per row, as wide as the row has blocks."""
     num_blocks = x.shape[-1] // scheme.block_size
     threads = min(-(-num_blocks // 32) * 32, _MAX_THREADS)
-    return Launch(kernel, (prod(x.shape[:-1]),), threads, variant(x, scheme))
+    return Launch(kernel, (prod(x.shape[:-1]),), threads, case_of(x, scheme).defines)
 
 
 def _encode(
@@ -69,31 +64,31 @@ def _encode(
     """Write the codes of x under outer scales that are known, and block scales unless they are given."""
     rows, width = prod(x.shape[:-1]), x.shape[-1]
     rows_per_outer = max(1, prod(x.shape[outer.dim() : -1]))
-    launch = Launch("quantize_blocks", (-(-block_scales.numel() // 256),), 256, variant(x, scheme))
+    grid = (-(-block_scales.numel() // 256),)
+    launch = Launch("quantize_blocks", grid, 256, case_of(x, scheme).defines)
     operands = (x, rows, width, rows_per_outer, outer, int(has_scales))
     LIBRARY.launch(launch, *operands, block_scales, packed, device=x.device)
 
 
-def differences(device: torch.device) -> str | None:
-    """Compare with the reference, for one scheme of each kind; return what differs, or None."""
-    return first_difference(_pairs(device))
+def differences(device: torch.device, case: SchemeCase) -> str | None:
+    """Compare with the reference under one scheme and dtype; return what differs, or None."""
+    return first_difference(_pairs(device, case))
 
 
-def _pairs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    x = check_values().to(device)
-    for scheme in {(s.order, s.scale_rule, s.candidates, s.outer): s for s in SCHEMES.values()}.values():
-        exponent = 3 if scheme.outer == "static" else None
-        for dtype in (torch.float32, torch.bfloat16):
-            got = quantize_on_device(x.to(dtype), scheme, exponent)
-            wanted = quantize_reference(x.to(dtype), scheme, exponent)
-            yield "outer scales", got.outer, wanted.outer
-            yield "block scales", got.block_scales, wanted.block_scales
-            yield "packed codes", got.packed, wanted.packed
-            given = (x.flip(0).to(dtype), wanted.block_scales, wanted.outer, scheme)
-            got, wanted = quantize_with_scales_on_device(*given), quantize_with_scales_reference(*given)
-            yield "given block scales", got.block_scales, wanted.block_scales
-            yield "packed codes under given scales", got.packed, wanted.packed
+def _pairs(device: torch.device, case: SchemeCase) -> Iterator[tuple[str, Tensor, Tensor]]:
+    scheme, x = case.scheme, check_values().to(device, case.dtype)
+    exponent = 3 if scheme.outer == "static" else None
+    got, wanted = quantize_on_device(x, scheme, exponent), quantize_reference(x, scheme, exponent)
+    yield "outer scales", got.outer, wanted.outer
+    yield "block scales", got.block_scales, wanted.block_scales
+    yield "packed codes", got.packed, wanted.packed
+    given = (x.flip(0), wanted.block_scales, wanted.outer, scheme)
+    got, wanted = quantize_with_scales_on_device(*given), quantize_with_scales_reference(*given)
+    yield "given block scales", got.block_scales, wanted.block_scales
+    yield "packed codes under given scales", got.packed, wanted.packed
 
 
-LIBRARY = DeviceLibrary(Path(__file__).with_name("kernel.cu"), differences)
+LIBRARY = DeviceLibrary(
+    Path(__file__).with_name("kernel.cu"), differences, SchemeCase(NVFP4_ROW_POW2, torch.bfloat16)
+)
 """The kernels of kernel.cu."""

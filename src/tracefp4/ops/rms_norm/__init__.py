@@ -12,7 +12,7 @@ from torch import Tensor
 from tracefp4.errors import FormatError
 from tracefp4.formats.scheme import Scheme
 from tracefp4.ops.backend import Backend, choose
-from tracefp4.ops.nearest import check_scheme
+from tracefp4.ops.nearest import check_scheme, rows_case
 from tracefp4.ops.rms_norm.device import rms_norm_on_device
 from tracefp4.ops.rms_norm.operands import Normed
 from tracefp4.ops.rms_norm.reference import rms_norm_reference
@@ -50,10 +50,10 @@ def rms_norm(
         FormatError: When shapes or dtypes do not fit, or rows cannot be quantized under the rule.
         BackendError: When the backend cannot run here.
     """
-    chosen = choose("rms_norm", x.device, backend)
     _check(x, weight, residual)
     if rule is not None:
         check_scheme("rms_norm", x.shape[1], *rule)
+    chosen = choose("rms_norm", x.device, backend, rows_case(x.shape[1], rule))
     return _RMS_NORM[chosen](x, weight, epsilon, residual, rule)
 
 

@@ -48,8 +48,8 @@ def rotary(
         FormatError: When shapes or dtypes do not fit.
         BackendError: When the backend cannot run here.
     """
-    chosen = choose("rotary", q.device, backend)
     _check(q, k, norms, angles, positions)
+    chosen = choose("rotary", q.device, backend, q.shape[2])
     return _ROTARY[chosen](q, k, norms, angles, positions)
 
 

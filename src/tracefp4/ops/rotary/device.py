@@ -42,16 +42,16 @@ def _readable(x: Tensor) -> Tensor:
     return x if is_side_by_side and x.data_ptr() % 16 == 0 else aligned(x)
 
 
-def differences(device: torch.device) -> str | None:
-    """Compare with the reference; return what differs, or None."""
-    return first_difference(_pairs(device))
+def differences(device: torch.device, head_dim: int) -> str | None:
+    """Compare heads of one size with the reference; return what differs, or None."""
+    return first_difference(_pairs(device, head_dim))
 
 
-def _pairs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    x = check_values().to(device, torch.bfloat16)
-    q, k = x.view(4, 2, 64), x.flip(0)[:4].reshape(4, 1, 64)
+def _pairs(device: torch.device, head_dim: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    x = check_values().to(device, torch.bfloat16).repeat(1, -(-head_dim // 64))[:, :head_dim]
+    q, k = x.reshape(4, 2, head_dim), x.flip(0)[:4].reshape(4, 1, head_dim)
     norms = HeadNorms(x[4].abs() + 0.5, x[0] + 0.25, 1e-6)
-    turns = torch.arange(5 * 64, device=device).view(5, 64).to(torch.float32) * 0.1
+    turns = torch.arange(5 * head_dim, device=device).view(5, head_dim).to(torch.float32) * 0.1
     angles = Angles(turns.cos().to(torch.bfloat16), turns.sin().to(torch.bfloat16))
     positions = torch.tensor([4, 0, 5, 2], device=device)
     got = rotary_on_device(q, k, norms, angles, positions)
@@ -60,5 +60,5 @@ def _pairs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "keys", got[1], wanted[1]
 
 
-LIBRARY = DeviceLibrary(Path(__file__).with_name("kernel.cu"), differences)
+LIBRARY = DeviceLibrary(Path(__file__).with_name("kernel.cu"), differences, 128)
 """The kernel of kernel.cu."""

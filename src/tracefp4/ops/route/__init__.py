@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tracefp4.errors import FormatError
 from tracefp4.ops.backend import Backend, choose
-from tracefp4.ops.route.device import route_on_device
+from tracefp4.ops.route.device import Case, route_on_device
 from tracefp4.ops.route.operands import Routed
 from tracefp4.ops.route.reference import route_reference
 
@@ -39,11 +39,11 @@ def route(logits: Tensor, *, top_k: int, renormalizes: bool, backend: Backend = 
         FormatError: When shape, dtype or top_k do not fit.
         BackendError: When the backend cannot run here.
     """
-    chosen = choose("route", logits.device, backend)
     fits = logits.dim() == 2 and logits.dtype == torch.bfloat16 and 0 < logits.shape[1] <= _MAX_EXPERTS
     if not fits or not 0 < top_k <= min(_MAX_TOP_K, logits.shape[1]):
         raise FormatError(
             f"route needs bfloat16 logits [T, E], E up to {_MAX_EXPERTS}, and top_k from 1 to E and {_MAX_TOP_K}; got "
             f"{logits.dtype} {tuple(logits.shape)} and {top_k}. Check the config of the router."
         )
+    chosen = choose("route", logits.device, backend, Case(logits.shape[1], top_k))
     return _ROUTE[chosen](logits, top_k, renormalizes)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tracefp4.errors import FormatError
 from tracefp4.formats.scheme import Scheme
 from tracefp4.ops.backend import Backend, choose
-from tracefp4.ops.nearest import check_scheme
+from tracefp4.ops.nearest import check_scheme, rows_case
 from tracefp4.ops.swiglu.device import swiglu_on_device
 from tracefp4.ops.swiglu.operands import Gated
 from tracefp4.ops.swiglu.reference import swiglu_reference
@@ -45,7 +45,6 @@ def swiglu(
         FormatError: When shape or dtype do not fit, or rows cannot be quantized under the rule.
         BackendError: When the backend cannot run here.
     """
-    chosen = choose("swiglu", gate_up.device, backend)
     fits = gate_up.dim() == 2 and gate_up.shape[1] % 32 == 0 and 0 < gate_up.shape[1] <= 2 * _MAX_WIDTH
     if not fits or gate_up.dtype != torch.bfloat16:
         raise FormatError(
@@ -54,4 +53,5 @@ def swiglu(
         )
     if rule is not None:
         check_scheme("swiglu", gate_up.shape[1] // 2, *rule)
+    chosen = choose("swiglu", gate_up.device, backend, rows_case(gate_up.shape[1] // 2, rule))
     return _SWIGLU[chosen](gate_up, rule)
