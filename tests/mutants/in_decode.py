@@ -47,12 +47,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         tests=(_SAMPLE + "test_logits_are_rounded_once_and_tiles_are_weighed",),
     ),
     Mutation(
-        name="sample_sums_follow_the_tiling",
-        fault="A tile is summed in another order where more threads share it, so a row depends on its batch.",
+        name="sample_weights_beyond_the_vocabulary",
+        fault="Where a library multiplied, what lies beyond the vocabulary is weighed, too.",
         path=_OPS + "sample/head.cu",
-        old="    for (int n = GROUPS / 2; n; n /= 2)\n        for (int e = 0; e < n; e++) sum[e] += sum[e + n];\n",
-        new="    for (int e = 1; e < GROUPS; e++) sum[0] += sum[e];\n",
-        tests=(_SAMPLE + "test_a_row_does_not_depend_on_the_batch",),
+        old="if (left < 8 && tile < num_tiles) own",
+        new="if (left < 0 && tile < num_tiles) own",
+        tests=(_SAMPLE + "test_weights_do_not_depend_on_who_multiplied",),
     ),
     Mutation(
         name="sample_logits_over_a_stage_in_use",

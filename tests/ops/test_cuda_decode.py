@@ -19,7 +19,7 @@ from tracefp4.ops.route import route
 from tracefp4.ops.route.reference import outside as outside_of_route
 from tracefp4.ops.route.reference import route_reference
 from tracefp4.ops.sample import Draws, sample
-from tracefp4.ops.sample.device import Tiling, logits_on_device, sample_on_device
+from tracefp4.ops.sample.device import kind_of, logits_on_device, sample_on_device
 from tracefp4.ops.swiglu import swiglu
 from tracefp4.ops.swiglu.reference import outside as outside_of_swiglu
 
@@ -30,10 +30,13 @@ pytestmark = [
 RULES = ((NVFP4_ROW_POW2, None), (NVFP4_KV, -2), (MXFP4_FLOOR, None))
 
 
+def each_column(draws, change):
+    columns_of = {f: getattr(draws, f) for f in Draws.__dataclass_fields__}
+    return Draws(**{f: None if c is None else change(c) for f, c in columns_of.items()})
+
+
 def on_gpu(draws):
-    return Draws(
-        **{f: None if (c := getattr(draws, f)) is None else c.cuda() for f in Draws.__dataclass_fields__}
-    )
+    return each_column(draws, lambda column: column.cuda())
 
 
 @pytest.mark.parametrize("width", [2048, 16384])
@@ -96,43 +99,61 @@ def test_sample(num_rows, cut):
         torch.randn(num_rows, 2048).cuda().bfloat16(),
         (torch.randn(151_936, 2048) / 8).cuda().bfloat16(),
     )
+    num_calls = -(-64 // num_rows)  # so many draws that the few within the tolerance of an edge stay few
+    num_draws = num_calls * num_rows
     given = {
-        name: x.repeat(-(-num_rows // len(x)))[:num_rows] if isinstance(x, torch.Tensor) else x
+        name: x.repeat(-(-num_draws // len(x)))[:num_draws] if isinstance(x, torch.Tensor) else x
         for name, x in CUTS[cut].items()
     }
-    draws = on_gpu(columns(num_rows, **given))
-    got = sample(hidden, head, draws, backend=Backend.CUDA)
-    again = sample(hidden, head, draws, backend=Backend.CUDA)
-    assert torch.equal(got.tokens, again.tokens)
-    assert_bitwise(got.logprobs.cpu(), again.logprobs.cpu())
-    logits = logits_on_device(hidden, head, draws.temperature).logits[:, : head.shape[0]]
+    draws = on_gpu(columns(num_draws, **given))
+    parts = [
+        each_column(draws, lambda column, i=i: column[i * num_rows :][:num_rows]) for i in range(num_calls)
+    ]
+    found = [sample(hidden, head, part, backend=Backend.CUDA) for part in parts]
+    again = sample(hidden, head, parts[0], backend=Backend.CUDA)
+    assert torch.equal(found[0].tokens, again.tokens)
+    assert_bitwise(found[0].logprobs.cpu(), again.logprobs.cpu())
+    logits = logits_on_device(hidden, head, parts[0].temperature, kind_of(num_rows)).logits[
+        :, : head.shape[0]
+    ]
     exact = hidden[:4].double() @ head.double().T
     assert bool(((logits[:4].double() - exact).abs() <= exact.abs() * 2.0**-8 + 1e-3).all())
+    got = type(found[0])(*map(torch.cat, zip(*found, strict=True)))
     # a vocabulary has edges everywhere: some tokens are within the tolerance of one
-    assert_drawn(got, logits, draws, least_sure=0.7)
+    assert_drawn(got, logits.repeat(num_calls, 1), draws, least_sure=0.7)
 
 
-def test_a_row_does_not_depend_on_the_batch():
+def test_a_row_of_few_does_not_depend_on_the_batch():
     torch.manual_seed(0)
     hidden, head = torch.randn(130, 512).cuda().bfloat16(), torch.randn(1000, 512).cuda().bfloat16()
     one = torch.ones(130, dtype=torch.float64, device="cuda")
-    wide = logits_on_device(hidden, head, one, Tiling(128, 3))
-    for tiling in (Tiling(16, 4), Tiling(32, 4), Tiling(64, 4)):
-        narrow = logits_on_device(hidden, head, one, tiling)
-        assert_bitwise(narrow.logits.cpu(), wide.logits.cpu())
-        assert_bitwise(narrow.weights.cpu(), wide.weights.cpu())
+    wide = logits_on_device(hidden, head, one, "few")
+    for first, last in ((0, 1), (100, 116)):
+        narrow = logits_on_device(hidden[first:last], head, one[first:last], "few")
+        assert_bitwise(narrow.logits.cpu(), wide.logits[first:last].cpu())
+        assert_bitwise(narrow.weights.cpu(), wide.weights[first:last].cpu())
 
 
-def test_a_graph_samples_what_its_inputs_hold_when_it_runs():
+def test_weights_do_not_depend_on_who_multiplied():
+    torch.manual_seed(0)  # small integers: products are exact
+    hidden, head = (torch.randint(-2, 3, (n, 64)).cuda().bfloat16() for n in (33, 20_003))
+    temperature = torch.linspace(0, 2, 33, dtype=torch.float64, device="cuda")
+    few, many = (logits_on_device(hidden, head, temperature, kind) for kind in ("few", "many"))
+    for one, other in zip(few, many, strict=True):
+        assert_bitwise(one.cpu(), other.cpu())
+
+
+@pytest.mark.parametrize("num_rows", [8, 40])
+def test_a_graph_samples_what_its_inputs_hold_when_it_runs(num_rows):
     torch.manual_seed(0)
-    hidden, head = torch.randn(8, 512).cuda().bfloat16(), torch.randn(1000, 512).cuda().bfloat16()
-    draws = on_gpu(columns(8, top_p=0.9, top_k=50))
+    hidden, head = torch.randn(num_rows, 512).cuda().bfloat16(), torch.randn(1000, 512).cuda().bfloat16()
+    draws = on_gpu(columns(num_rows, top_p=0.9, top_k=50))
     sample_on_device(hidden, head, draws)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held = sample_on_device(hidden, head, draws)
-    hidden.copy_(torch.randn(8, 512))
+    hidden.copy_(torch.randn(num_rows, 512))
     draws.positions.add_(1)
     graph.replay()
     wanted = sample_on_device(hidden, head, draws)

@@ -17,7 +17,6 @@ from tracefp4.ops.sample.device import (
     TILE,
     TOLERANCE,
     Logits,
-    Tiling,
     check_operands,
     differences,
     draw_on_device,
@@ -94,11 +93,12 @@ def drawn(logits, draws):
 
 
 @needs_compiler
-def test_logits_are_rounded_once_and_tiles_are_weighed(emulator):
+@pytest.mark.parametrize("kind", ["few", "many"])
+def test_logits_are_rounded_once_and_tiles_are_weighed(emulator, kind):
     torch.manual_seed(0)
     hidden, head = torch.randn(5, 200).bfloat16(), torch.randn(300, 200).bfloat16()
     temperature = torch.tensor([1.0, 0.0, 0.5, 2.0, 30.0], dtype=torch.float64)
-    found = logits_on_device(hidden, head, temperature)
+    found = logits_on_device(hidden, head, temperature, kind)
     exact = hidden.double() @ head.double().T
     logits = found.logits[:, :300].double()
     # half the distance of bf16 numbers at the result, and float32 sums of 200 terms of about 1
@@ -115,7 +115,7 @@ def test_logits_are_rounded_once_and_tiles_are_weighed(emulator):
 
 
 @needs_compiler
-def test_a_row_does_not_depend_on_the_batch(monkeypatch):
+def test_a_row_of_few_does_not_depend_on_the_batch(monkeypatch):
     monkeypatch.setattr(sample_device.HEAD, "runner", Emulator())
     torch.manual_seed(0)
     hidden, head, one = (
@@ -123,11 +123,25 @@ def test_a_row_does_not_depend_on_the_batch(monkeypatch):
         torch.randn(130, 72).bfloat16(),
         torch.ones(35).double(),
     )
-    wide = logits_on_device(hidden, head, one, Tiling(32, 4))
+    wide = logits_on_device(hidden, head, one, "few")
     for first, last in ((0, 1), (20, 35)):
-        narrow = logits_on_device(hidden[first:last], head, one[first:last], Tiling(16, 4))
+        narrow = logits_on_device(hidden[first:last], head, one[first:last], "few")
         assert_bitwise(narrow.logits, wide.logits[first:last])
         assert_bitwise(narrow.weights, wide.weights[first:last])
+    assert [sample_device.kind_of(n) for n in (0, 1, 16, 17)] == ["few", "few", "few", "many"]
+
+
+@needs_compiler
+def test_weights_do_not_depend_on_who_multiplied(emulator):
+    """Products are exact here; the vocabulary ends within a tile, or has more tiles than a strip."""
+    for vocabulary in (1, 255, 256, 40 * TILE + 3):
+        hidden = torch.randint(-4, 5, (3, 8)).bfloat16()
+        head = torch.randint(-4, 5, (vocabulary, 8)).bfloat16()
+        hidden[1, 0], head[0, 0] = INF, 1.0
+        temperature = torch.tensor([1.0, 0.0, 0.3], dtype=torch.float64)
+        few, many = (logits_on_device(hidden, head, temperature, kind) for kind in ("few", "many"))
+        for one, other in zip(few, many, strict=True):
+            assert torch.equal(one.nan_to_num(7e4, 1e5, -1e5), other.nan_to_num(7e4, 1e5, -1e5))
 
 
 CUTS = {
@@ -259,7 +273,8 @@ def test_from_hidden_states_to_tokens(emulator):
 @pytest.mark.slow
 def test_the_check_at_first_use(emulator, monkeypatch):
     monkeypatch.setattr(sample_device, "_DRAW_THREADS", 512)
-    assert differences(CPU) is None
+    for kind in ("few", "many"):
+        assert differences(CPU, kind) is None
 
 
 def test_the_check_at_first_use_has_no_token_at_an_edge():
@@ -290,10 +305,8 @@ def test_operands_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_the_files_compile_for(architecture):
-    for tiling in (Tiling(16, 4), Tiling(128, 3)):
-        defines = {"TOKENS": tiling.tokens, "STAGES": tiling.stages}
-        built = nvrtc.build(sample_device.HEAD.program.source, defines=defines, architecture=architecture)
-        assert built.code[:4] == b"\x7fELF"
+    built = nvrtc.build(sample_device.HEAD.program.source, defines={}, architecture=architecture)
+    assert built.code[:4] == b"\x7fELF"
     built = nvrtc.build(
         sample_device.LIBRARY.program.source, defines={"THREADS": 512}, architecture=architecture
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tracefp4.errors import FormatError
 from tracefp4.ops.backend import Backend, choose
-from tracefp4.ops.sample.device import sample_on_device
+from tracefp4.ops.sample.device import kind_of, sample_on_device
 from tracefp4.ops.sample.operands import Draws, Sampled
 from tracefp4.ops.sample.reference import draw, sample_reference
 
@@ -46,14 +46,16 @@ def sample(hidden: Tensor, head: Tensor, draws: Draws, *, backend: Backend = Bac
         with a logit that is NaN or +Inf, or with none above -Inf, has token -1 (or the forced one) and NaN, and so has
         a forced token outside the vocabulary. On CUDA sums of exponentials are float32 and cumulative masses integers:
         log-probabilities differ from the reference's by up to 1e-5, and tokens where u lies that near to the edge of
-        one. Results of a row do not depend on the other rows there, and repeat bit for bit.
+        one. They repeat bit for bit there. In batches of up to 16 rows a row's results do not depend on the other rows;
+        in larger ones torch multiplies, and as with every product of its libraries the last bits of a logit, and with
+        them a token, may depend on how many rows there are.
 
     Raises:
         FormatError: When shapes, dtypes or devices do not fit.
         BackendError: When the backend cannot run here.
     """
-    chosen = choose("sample", hidden.device, backend)
     _check(hidden, head, draws)
+    chosen = choose("sample", hidden.device, backend, kind_of(len(hidden)))
     return _SAMPLE[chosen](hidden, head, draws)
 
 

@@ -1,39 +1,34 @@
 """sample by the kernels of head.cu and draw.cu: logits in bf16 with the weights of their tiles, then one draw per row.
 
-Two launches. Logits are kept, in bf16, rather than computed again where a cut or a draw needs them: they are bf16
-numbers by definition, N rows of them have N / H of the head's bytes, and keys of 16 bits tell a threshold exactly from
-counts. A draw without cuts reads 8 bytes for every 128 of them and then one tile.
+Two launches for few rows, whose product takes the time of reading the head. For more rows torch multiplies, with
+the library that is fastest at it, and a launch between the product and the draw finds the weights. Logits are kept,
+in bf16, rather than computed again where a cut or a draw needs them: they are bf16 numbers by definition, N rows of
+them have N / H of the head's bytes, and keys of 16 bits tell a threshold exactly from counts. A draw without cuts
+reads 8 bytes for every 128 of them and then one tile.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tracefp4.ops.device import DeviceLibrary, Launch, aligned
+from tracefp4.ops.device import DeviceLibrary, KernelFile, Launch, aligned
 from tracefp4.ops.kernels import first_difference
 from tracefp4.ops.sample.operands import Draws, Sampled
 from tracefp4.ops.sample.reference import draw, logits_reference
 
 TILE = 128
 """Logits of a row that are looked at together; as in tiles.cuh."""
-_DEPTH = 64
+_FEW_ROWS, _STAGES, _DEPTH = 16, 4, 64
+"""Rows of hidden states that a block multiplies, and its stages of so many columns in shared memory; as in head.cu."""
+_HEAD_THREADS, _STRIP_TILES = 128, 32
 _DRAW_THREADS = 512
-
-
-class Tiling(NamedTuple):
-    """How the product is cut."""
-
-    tokens: int
-    """Rows of hidden states that a block multiplies with its tile of the head."""
-    stages: int
-    """Stages of 64 columns in shared memory."""
-
-
-_TILINGS = (Tiling(16, 4), Tiling(32, 4), Tiling(64, 4), Tiling(128, 3))
-"""The first that takes all rows is used, and otherwise the last."""
+Kind = Literal["few", "many"]
+"""Who multiplies: the kernel of head.cu few rows, torch many. A row's logits are the same in every batch of few;
+between the two kinds, and between batches of many, the last bits of the float32 sums that are rounded may
+differ."""
 
 
 class Logits(NamedTuple):
@@ -47,18 +42,17 @@ class Logits(NamedTuple):
 
 def sample_on_device(hidden: Tensor, head: Tensor, draws: Draws) -> Sampled:
     """Draw from checked operands; see `sample`."""
-    return draw_on_device(logits_on_device(hidden, head, draws.temperature), head.shape[0], draws)
+    found = logits_on_device(hidden, head, draws.temperature, kind_of(len(hidden)))
+    return draw_on_device(found, head.shape[0], draws)
 
 
-def tiling_of(num_rows: int) -> Tiling:
-    """Return how the product of so many rows is cut."""
-    return next((tiling for tiling in _TILINGS if num_rows <= tiling.tokens), _TILINGS[-1])
+def kind_of(num_rows: int) -> Kind:
+    """Return who multiplies so many rows."""
+    return "few" if num_rows <= _FEW_ROWS else "many"
 
 
-def logits_on_device(
-    hidden: Tensor, head: Tensor, temperature: Tensor, tiling: Tiling | None = None
-) -> Logits:
-    """Multiply checked operands, under a tiling of the caller's choice if one is given."""
+def logits_on_device(hidden: Tensor, head: Tensor, temperature: Tensor, kind: Kind) -> Logits:
+    """Multiply checked operands; both kinds take any number of rows."""
     hidden, head = aligned(hidden.detach().resolve_neg()), aligned(head.detach().resolve_neg())
     (num_rows, width), vocabulary, device = hidden.shape, head.shape[0], hidden.device
     tiles = -(-vocabulary // TILE)
@@ -66,13 +60,17 @@ def logits_on_device(
         torch.empty((num_rows, tiles * TILE), dtype=torch.bfloat16, device=device),
         torch.empty((num_rows, tiles, 2), dtype=torch.float32, device=device),
     )
-    tokens, stages = tiling or tiling_of(num_rows)
+    if kind == "many":
+        torch.mm(hidden, head.T, out=found.logits[:, :vocabulary])
+        launch = Launch("weigh_tiles", (num_rows, -(-tiles // _STRIP_TILES)), _HEAD_THREADS, {})
+        HEAD.launch(launch, temperature.contiguous(), tiles, vocabulary, *found, device=device)
+        return found
     launch = Launch(
         "multiply_head",
-        (-(-num_rows // tokens), tiles),
-        TILE * max(1, tokens // 64),
-        {"TOKENS": tokens, "STAGES": stages},
-        stages * (TILE + tokens) * _DEPTH * head.element_size(),
+        (-(-num_rows // _FEW_ROWS), tiles),
+        _HEAD_THREADS,
+        {},
+        _STAGES * (TILE + _FEW_ROWS) * _DEPTH * head.element_size(),
     )
     operands = (head, hidden, temperature.contiguous(), num_rows, vocabulary, width)
     HEAD.launch(launch, *operands, *found, device=device)
@@ -97,22 +95,21 @@ def draw_on_device(found: Logits, vocabulary: int, draws: Draws) -> Sampled:
     return sampled
 
 
-def differences(device: torch.device) -> str | None:
+def differences(device: torch.device, kind: Kind) -> str | None:
     """Compare with the reference on logits that are exact in any order of sums; return what differs, or None."""
-    return first_difference(_pairs(device))
+    return first_difference(_pairs(device, kind))
 
 
-def _pairs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _pairs(device: torch.device, kind: Kind) -> Iterator[tuple[str, Tensor, Tensor]]:
     hidden, head, draws = check_operands(device)
     wanted = logits_reference(hidden, head)
     sampled = draw(wanted, draws)
-    for tiling in _TILINGS:
-        found = logits_on_device(hidden, head, draws.temperature, tiling)
-        yield "logits", found.logits[:, : head.shape[0]].to(torch.float32), wanted
-        got = draw_on_device(found, head.shape[0], draws)
-        yield "tokens", got.tokens, sampled.tokens
-        is_far = (got.logprobs - sampled.logprobs).abs() > TOLERANCE
-        yield "log-probabilities", is_far | got.logprobs.isnan(), torch.zeros_like(is_far)
+    found = logits_on_device(hidden, head, draws.temperature, kind)
+    yield "logits", found.logits[:, : head.shape[0]].to(torch.float32), wanted
+    got = draw_on_device(found, head.shape[0], draws)
+    yield "tokens", got.tokens, sampled.tokens
+    is_far = (got.logprobs - sampled.logprobs).abs() > TOLERANCE
+    yield "log-probabilities", is_far | got.logprobs.isnan(), torch.zeros_like(is_far)
 
 
 TOLERANCE = 1e-5
@@ -136,7 +133,7 @@ def check_operands(device: torch.device) -> tuple[Tensor, Tensor, Draws]:
     return hidden.to(torch.bfloat16) / 4.0, head.to(torch.bfloat16) / 16.0, draws
 
 
-HEAD = DeviceLibrary(Path(__file__).with_name("head.cu"), differences)
-"""The kernel of head.cu."""
-LIBRARY = DeviceLibrary(Path(__file__).with_name("draw.cu"), differences)
+HEAD = KernelFile(Path(__file__).with_name("head.cu"))
+"""The kernels of head.cu."""
+LIBRARY: DeviceLibrary[Kind] = DeviceLibrary(Path(__file__).with_name("draw.cu"), differences, "few")
 """The kernel of draw.cu; its check covers head.cu, too."""
