@@ -1,9 +1,16 @@
-"""What every test gets: fixed seeds, and poisoned memory where an op could read what it never wrote."""
+"""What every test gets: fixed seeds and examples, and poisoned memory where an op could read what it never wrote."""
 
+import os
 import random
 import sys
 
 import pytest
+from hypothesis import settings
+
+# Before any test module is imported, because `settings(...)` there takes the rest from the profile in force.
+settings.register_profile("fixed", derandomize=True, database=None)
+settings.register_profile("explore", derandomize=False, database=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 # Rooms whose code allocates outputs itself: torch.empty there returns NaN and a large integer.
 POISONED_ROOMS = ("formats", "ops", "guidance", "kvcache", "golden")

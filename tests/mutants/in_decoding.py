@@ -15,6 +15,9 @@ _C_SYNDROMES = "src/tracefp4/ops/syndromes.h"
 _CODE = "src/tracefp4/coding/syndrome.py"
 _TEST_BRUTE = "tests/ops/test_decoding.py::test_syndromes_equal_brute_force"
 _TEST_OWN = "tests/ops/test_decoding.py::test_the_rollouts_own_x_gives_its_codes_and_scales"
+_TEST_TIES = (
+    "tests/ops/test_decoding.py::test_of_two_sets_of_one_cost_the_smaller_one_and_then_the_first_is_flipped"
+)
 _TEST_PROMISE = "tests/ops/test_decoding_properties.py::"
 _TEST_ENCODER = "tests/ops/test_syndromes.py::test_every_row_equals_a_bit_by_bit_encoder"
 _TEST_C = "tests/ops/test_compiled_guides.py::test_guides_that_hold_less[NVFP4_ROW_POW2]"
@@ -102,7 +105,24 @@ SEARCH = (
         path=_C_SEARCH,
         old="if (cost + search->cost[i] >= search->best) return;",
         new="if (cost + search->cost[i] > search->best) return;",
-        tests=(_TEST_C, _TEST_BRUTE, _SELF_CHECK),
+        tests=(_TEST_TIES,),
+    ),
+    Mutation(
+        name="cost_ties_to_the_larger_set",
+        fault="Of a small and a large set of one cost the large one is taken.",
+        path=_SEARCH,
+        old="is_better_f = best_f < best_F[open_f]",
+        new="is_better_f = best_f <= best_F[open_f]",
+        tests=(_TEST_TIES,),
+    ),
+    Mutation(
+        name="cost_ties_to_the_last_set",
+        fault="Of two sets of one size and cost the later one is taken.",
+        path=_SEARCH,
+        old="torch.arange(num_sets, device=cost_FS.device)).amin(1)\n    return best_F % num_sets,",
+        new="torch.arange(num_sets, device=cost_FS.device).flip(0)).amin(1)\n"
+        "    return num_sets - 1 - best_F % num_sets,",
+        tests=(_TEST_TIES,),
     ),
     Mutation(
         name="c_search_ends_at_the_first_set",

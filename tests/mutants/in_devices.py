@@ -99,6 +99,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         tests=(_GUIDED + "test_the_cheapest_of_several_sets_of_flips",),
     ),
     Mutation(
+        name="device_cost_ties_to_the_last_set",
+        fault="Of two sets of one cost that the lanes of a warp find together the later one is taken.",
+        path=_FOLDER + "search.cuh",
+        old="if (theirs >= best->cost) continue;",
+        new="if (theirs > best->cost) continue;",
+        tests=(_GUIDED + "test_of_two_sets_of_one_cost_the_smaller_one_and_then_the_first_is_flipped",),
+    ),
+    Mutation(
         name="device_unknown_bits_are_searched",
         fault="A block of a syndrome that touches NaN is explained by flips of other values.",
         path=_FOLDER + "kernel.cu",

@@ -128,6 +128,32 @@ def coded_guide(rounded: Rounded, name: str, **changes: object) -> Guide:
     return Guide(**{**held, **parts, **changes})  # type: ignore[arg-type]
 
 
+def tied_flips() -> tuple[torch.Tensor, Guide, list[list[int]]]:
+    """Rows whose differing syndrome two sets of flips explain at exactly one cost, and which bits are flipped.
+
+    The code secded, columns 16 + j. Values lie c / 64 below the boundary 0.25, all others farther away. Row 0: columns
+    0 ^ 3 = 1 ^ 2 and 1^2 + 8^2 = 4^2 + 7^2, so the set with the nearest value wins; row 1 is row 0 mirrored. Row 2:
+    column 0 = 1 ^ 2 ^ 3 and 7^2 = 2^2 + 3^2 + 6^2, so the smaller set wins; a nearer value that explains nothing keeps
+    the larger one in the race. No set is dismissed before its last flip.
+    """
+    distances = {0: [1, 4, 7, 8], 1: [8, 7, 4, 1], 2: [7, 2, 3, 6, 1]}
+    wanted = [[0, 3], [0, 3], [0]]
+    code = codec_by_name("secded").code
+    assert code is not None
+    x, differs = torch.zeros(3, 16), torch.zeros(3, 16, dtype=torch.uint8)
+    for row, c in distances.items():
+        x[row, : len(c)] = 0.25 - torch.tensor(c) / 64
+        differs[row, wanted[row]] = 1
+    guide = Guide(
+        valid=torch.ones(3, dtype=torch.bool),
+        outer=torch.zeros(3, dtype=torch.int8),
+        block_scales=torch.full((3, 1), ONE, dtype=torch.uint8),
+        syndromes=encode_syndromes(differs, code=code, backend=Backend.REFERENCE),
+        code=code,
+    )
+    return x, guide, wanted
+
+
 def held(guide: Guide) -> dict[str, Any]:
     """The fields of a guide by name, to build another one."""
     return {name: getattr(guide, name) for name in guide.__slots__}

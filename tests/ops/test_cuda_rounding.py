@@ -3,8 +3,7 @@
 import pytest
 import torch
 from tests.assertions import assert_bitwise
-from tests.ops.guides import EVERY_CODEC, coded_guide, is_decodable
-from tests.ops.guides import held as parts_of
+from tests.ops.guides import EVERY_CODEC, coded_guide, held, is_decodable, tied_flips
 from tests.ops.scheme_inputs import GUIDED, by_name, exponent_of
 from tests.ops.test_compiled import assert_same_numbers
 from tests.ops.test_compiled_guides import noisy_rows
@@ -22,6 +21,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BOTH = (Backend.CUDA, Backend.REFERENCE)
+
+
+def on_gpu(guide):
+    return Guide(
+        **{name: part.cuda() if torch.is_tensor(part) else part for name, part in held(guide).items()}
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=by_name)
@@ -53,11 +58,15 @@ def test_guided_and_recorded(scheme):
             continue
         rollout = guided_quantize(x_rollout.cpu(), backend=Backend.REFERENCE, **rules)
         band = (None, 0.04)[index % 2]
-        parts = parts_of(coded_guide(rollout, name, band=band, valid=torch.rand(len(x)) < 0.8))
-        guide = Guide(
-            **{part: held.cuda() if torch.is_tensor(held) else held for part, held in parts.items()}
-        )
+        guide = on_gpu(coded_guide(rollout, name, band=band, valid=torch.rand(len(x)) < 0.8))
         assert_all_same(*(guided_quantize(x, guide=guide, backend=backend, **rules) for backend in BOTH))
+
+
+def test_of_two_sets_of_one_cost_the_smaller_one_and_then_the_first_is_flipped():
+    x, guide, wanted = tied_flips()
+    rules = {"scheme": SCHEMES["NVFP4_ROW_POW2"], "guide": on_gpu(guide)}
+    found = guided_quantize(x.cuda(), backend=Backend.CUDA, **rules)
+    assert [row.nonzero()[:, 0].tolist() for row in found.codes] == wanted
 
 
 def test_a_guided_rounding_is_captured_in_a_graph():
@@ -65,8 +74,7 @@ def test_a_guided_rounding_is_captured_in_a_graph():
     scheme = SCHEMES["NVFP4_ROW_POW2"]
     x_rollout, x = (rows.bfloat16().cuda() for rows in noisy_rows())
     rollout = guided_quantize(x_rollout.cpu(), scheme=scheme, backend=Backend.REFERENCE)
-    parts = parts_of(coded_guide(rollout, "bch64_2+bch32_2"))
-    guide = Guide(**{part: held.cuda() if torch.is_tensor(held) else held for part, held in parts.items()})
+    guide = on_gpu(coded_guide(rollout, "bch64_2+bch32_2"))
     given = torch.zeros_like(x)
     guided_quantize(given, scheme=scheme, guide=guide, backend=Backend.CUDA)
     graph = torch.cuda.CUDAGraph()

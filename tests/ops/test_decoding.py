@@ -17,6 +17,7 @@ from tests.ops.guides import (
     held,
     is_decodable,
     signed_ordinal,
+    tied_flips,
     unit_guide,
 )
 from tests.ops.scheme_inputs import (
@@ -134,6 +135,19 @@ def test_syndromes_equal_brute_force(name, band, backend, seed, noise):
         num_near, num_undecoded = num_near + near, num_undecoded + lost
     assert int(got.in_band) == num_near
     assert int(got.undecoded) == num_undecoded
+
+
+@every_backend
+def test_of_two_sets_of_one_cost_the_smaller_one_and_then_the_first_is_flipped(backend):
+    x, guide, wanted = tied_flips()
+    got = guided_quantize(x, scheme=NVFP4_ROW_POW2, guide=guide, backend=backend)
+    assert [row.nonzero()[:, 0].tolist() for row in got.codes] == wanted
+    assert guide.code is not None and guide.syndromes is not None
+    for row, positions in zip(x, wanted, strict=True):
+        # the definition's own order of sets: by cost, then size, then ranks
+        distances = {j: brute.units(0.25 - float(z), 4096) for j, z in enumerate(row)}
+        difference = brute.syndromes([int(j in positions) for j in range(16)], guide.code)[0]
+        assert sorted(brute.cheapest_set(difference, distances, guide.code) or ()) == positions
 
 
 @every_backend

@@ -15,11 +15,12 @@ from tracefp4.coding import ScaleCoding, codec_by_name
 from tracefp4.errors import FormatError
 from tracefp4.formats.grid import decode_e4m3
 from tracefp4.formats.order import ScaleRule
-from tracefp4.formats.packing import pack_codes
+from tracefp4.formats.packing import pack_codes, unpack_codes
 from tracefp4.formats.schemes import MXFP4_RCEIL, NVFP4_ROW_FP32, NVFP4_ROW_POW2, NVFP4_STATIC_POW2
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops.backend import Backend
 from tracefp4.ops.guided_quantize import Guide, boundary_distance, guided_quantize
+from tracefp4.ops.quantize import quantize_with_scales
 
 FEW = settings(max_examples=6, deadline=None)
 BACKENDS = [Backend.REFERENCE, Backend.AUTO]
@@ -37,14 +38,9 @@ def rounded(x, **arguments):
 
 
 def nearest_under(x, recorded):
-    """Nearest codes under the recorded scales: a gate of 0 leaves hits of an edge alone."""
-    guide = coded_guide(recorded, "mantissa", band=0.0)
-    got = rounded(x, guide=guide)
-    distance = boundary_distance(
-        x, scheme=NVFP4_ROW_POW2, block_scales=recorded.block_scales, outer=recorded.outer
-    )
-    assert not bool((distance == 0).any())  # so that nothing was followed
-    return got.codes, distance
+    """Nearest codes under the recorded scales, and how far each value is from being another; 0 at a tie."""
+    scales = {"scheme": NVFP4_ROW_POW2, "block_scales": recorded.block_scales, "outer": recorded.outer}
+    return unpack_codes(quantize_with_scales(x, **scales).packed), boundary_distance(x, **scales)
 
 
 @every_backend

@@ -77,7 +77,7 @@ def modes(draw):
     )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None)
 @given(mode=modes())
 def test_bat_1_any_mode_decides_the_same(setting, whole, mode):
     # Mutation: anything that a mode shares with its neighbours.
