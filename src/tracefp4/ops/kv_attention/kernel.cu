@@ -12,7 +12,7 @@
  * multiplied by a power of two per row that brings the largest to [2^14, 2^15), so none is outside of fp16.
  *
  * Defines: those of pages.cuh; QUERY, `enum dtype`; QUERY_PARTS; PROBABILITY_PARTS; ROUNDS; SPLIT; NT, tiles of 8 columns;
- * WARPS; STAGES, at least 2. */
+ * WARPS; MIN_BLOCKS, thread blocks that a multiprocessor must have room for; STAGES, at least 2. */
 
 #include "pages.cuh"
 
@@ -305,7 +305,7 @@ DEVICE void store_partial(const struct problem &problem, const struct merged &me
 
 /* Grid: sequences times kv heads; tiles of columns; groups of `block_splits` splits, which a block takes in turn. Where
  * there is one group, the block adds them up and `partial` is null. */
-KERNEL __launch_bounds__(WARPS * 32) attend(const void *query_rows, const uint8_t *keys, const uint8_t *key_scales,
+KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) attend(const void *query_rows, const uint8_t *keys, const uint8_t *key_scales,
                                             const uint8_t *values, const uint8_t *value_scales, const int64_t *table,
                                             const int64_t *positions, void *out, float *partial, float *partial_sums,
                                             int num_queries, int group, int num_kv, int num_pages, int num_splits,
@@ -315,9 +315,10 @@ KERNEL __launch_bounds__(WARPS * 32) attend(const void *query_rows, const uint8_
     struct merged &merged = *reinterpret_cast<struct merged *>(shared + WARPS * STAGES * TILE_BYTES);
     struct problem problem = {query_rows, table, positions, out, partial, partial_sums, num_queries, group,
                               num_kv, num_pages, num_splits, num_queries * group};
-    struct pages pages = {keys, key_scales, values, value_scales, num_frames, tiles_per_page};
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, first = (int)blockIdx.y * COLUMNS;
     int sequence = (int)blockIdx.x / num_kv, kv_head = (int)blockIdx.x % num_kv;
+    struct pages pages =
+        pages_of(keys, key_scales, values, value_scales, (int64_t)kv_head * num_frames * tiles_per_page, lane);
     struct queries queries;
     load_queries(queries, problem, sequence, kv_head, first, key_exponent, scale, tiles_per_page * TILE);
     int num_tiles = (most_visible(queries) + TILE - 1) / TILE, split = (int)blockIdx.z * block_splits;
@@ -330,18 +331,19 @@ KERNEL __launch_bounds__(WARPS * 32) attend(const void *query_rows, const uint8_
             visible(problem, sequence, first + (int)threadIdx.x, tiles_per_page * TILE);
     }
     int end = least(last * SPLIT_TILES, num_tiles), next = split * SPLIT_TILES + warp, stage = 0;
+    int page = next / tiles_per_page, in_page = next % tiles_per_page; /* of `next`, without a division per tile */
     const int64_t *frames = table + (int64_t)sequence * num_pages;
-    int64_t frame = next < end ? frames[next / tiles_per_page] : 0;
+    int64_t frame = next < end ? frames[page] : 0;
     uint8_t *ring = shared + warp * STAGES * TILE_BYTES;
     auto copy_next = [&]() {
         if (next < end) {
-            if (frame < 0 || frame >= num_frames) stop_here();
-            int64_t tile = ((int64_t)kv_head * num_frames + frame) * tiles_per_page + next % tiles_per_page;
-            copy_tile(ring + stage * TILE_BYTES, pages, tile, lane);
+            if ((uint64_t)frame >= (uint64_t)num_frames) stop_here();
+            copy_tile(ring + stage * TILE_BYTES, pages, (uint32_t)(frame * tiles_per_page) + in_page, lane);
         }
         commit_copies();
         next += WARPS;
-        if (next < end) frame = frames[next / tiles_per_page]; /* one copy ahead of its use */
+        for (in_page += WARPS; in_page >= tiles_per_page; in_page -= tiles_per_page) page++;
+        if (next < end) frame = frames[page]; /* one copy ahead of its use */
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     };
     for (int s = 0; s < STAGES - 1; s++) copy_next();

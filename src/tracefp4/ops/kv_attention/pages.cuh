@@ -23,31 +23,45 @@ enum {
     TILE_BYTES = 2 * PART_BYTES
 };
 
-/* Pages of one layer: [heads, frames, tiles per page] of tiles; scales are null for bf16. */
+/* Where a lane copies from: its first piece in the tiles of one kv head. Scales are null for bf16, and for lanes without
+ * any. */
 struct pages {
-    const uint8_t *keys, *key_scales, *values, *value_scales;
-    int num_frames, tiles_per_page;
+    const uint8_t *keys, *values, *scales;
 };
 
+enum {
+    COPIED_BYTES = IS_FP4 ? CODE_BYTES : TILE * ROW_BYTES, /* codes or values of one tile of K or of V */
+    SCALE_PIECES = SCALE_BYTES / 16
+};
+static_assert(COPIED_BYTES % (16 * WARP) == 0, "every lane copies as many pieces");
+
+/* The pages of a kv head, whose first tile has the number `first`. */
+DEVICE struct pages pages_of(const uint8_t *keys, const uint8_t *key_scales, const uint8_t *values,
+                             const uint8_t *value_scales, int64_t first, int lane) {
+    int64_t codes = first * COPIED_BYTES + 16 * lane;
+    struct pages pages = {keys + codes, values + codes, nullptr};
+    if (IS_FP4 && lane < 2 * SCALE_PIECES)
+        pages.scales = (lane < SCALE_PIECES ? key_scales : value_scales) + first * SCALE_BYTES + lane % SCALE_PIECES * 16;
+    return pages;
+}
+
 DEVICE void copy_part(uint8_t *to, const uint8_t *from, int lane) {
-    for (int i = lane; i < (IS_FP4 ? CODE_BYTES : TILE * ROW_BYTES) / 16; i += WARP) {
-        int row = i / (ROW_BYTES / 16), piece = i % (ROW_BYTES / 16);
+#pragma unroll
+    for (int r = 0; r < COPIED_BYTES / (16 * WARP); r++) {
+        int i = lane + r * WARP, row = i / (ROW_BYTES / 16), piece = i % (ROW_BYTES / 16);
         /* bf16 rows lie so that eight rows at one place are in different banks */
         int at = IS_FP4 ? i : row * (ROW_BYTES / 16) + (piece ^ (row & 7));
-        copy_async(to + 16 * at, from + 16 * i, 1);
+        copy_async(to + 16 * at, from + 16 * r * WARP, 1);
     }
 }
 
-/* Begin to copy a tile to shared memory, by one warp. */
-DEVICE void copy_tile(uint8_t *to, const struct pages &pages, int64_t tile, int lane) {
-    int64_t bytes = IS_FP4 ? CODE_BYTES : TILE * ROW_BYTES;
-    copy_part(to, pages.keys + tile * bytes, lane);
-    copy_part(to + PART_BYTES, pages.values + tile * bytes, lane);
-    if (IS_FP4 && lane < 2 * (SCALE_BYTES / 16)) {
-        int is_v = lane >= SCALE_BYTES / 16, i = lane % (SCALE_BYTES / 16);
-        const uint8_t *from = (is_v ? pages.value_scales : pages.key_scales) + tile * SCALE_BYTES;
-        copy_async(to + is_v * PART_BYTES + CODE_BYTES + 16 * i, from + 16 * i, 1);
-    }
+/* Begin to copy a tile of the kv head to shared memory, by one warp. */
+DEVICE void copy_tile(uint8_t *to, const struct pages &pages, uint32_t tile, int lane) {
+    copy_part(to, pages.keys + (uint64_t)tile * COPIED_BYTES, lane);
+    copy_part(to + PART_BYTES, pages.values + (uint64_t)tile * COPIED_BYTES, lane);
+    if (IS_FP4 && lane < 2 * SCALE_PIECES)
+        copy_async(to + lane / SCALE_PIECES * PART_BYTES + CODE_BYTES + lane % SCALE_PIECES * 16,
+                   pages.scales + (uint64_t)tile * SCALE_BYTES, 1);
 }
 
 /* Nibble n of both halves as two fp16, times 2^-14. */
