@@ -122,6 +122,19 @@ def test_quantized_and_appended_in_one_launch(emulator, monkeypatch, dtype, is_p
     assert emulator.launches == {"quantize_append": 1}
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_are_read_where_a_projection_left_them(emulator, dtype):
+    heads = torch.randn(5, 9, 64).to(dtype)
+    k, v = heads[:, 4:6], heads[:, 7:]
+    here = to_fragments(pages(2), "k"), to_fragments(pages(-3), "v")
+    there = tuple(copied(part) for part in here)
+    found = quantize_append_on_device(*there, k, v, SLOTS[:5])
+    wanted = quantize_append_reference(*here, k.contiguous(), v.contiguous(), SLOTS[:5])
+    for got, right in zip((*found, *there), (*wanted, *here), strict=True):
+        assert_same(got, right)
+
+
 @pytest.mark.parametrize("kind", ["k", "v", "plain", "bf16"])
 def test_a_token_without_a_slot_leaves_no_trace(emulator, kind):
     # what fills a batch of fixed size up; torch would take -1 for the last slot

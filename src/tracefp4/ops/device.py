@@ -188,6 +188,14 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def heads_in_place(x: Tensor) -> Tensor:
+    """Return heads [T, H, D] that lie side by side in a token, at addresses for 16-byte loads; tokens may lie apart, by
+    a multiple of 16 values, as in the output of one projection for queries, keys and values."""
+    x = x.detach().resolve_neg()
+    is_side_by_side = x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % 16 == 0 and x.stride(0) < 2**31
+    return x if is_side_by_side and x.data_ptr() % 16 == 0 else aligned(x)
+
+
 def packed_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
     """Return arguments as the binding takes them: addresses as int, and ctypes objects for int32 and float32.
 

@@ -40,7 +40,8 @@ def kv_append(
         pages: the layer's K or V pages, a layout above, contiguous; modified in place.
         rows: [T, C, D] in the same storage: a BlockTensor (packed [T, C, D/2], block_scales [T, C, D/16])
             under the pages' scheme and outer scale, or a float tensor (cast to the pages' dtype).
-        slots: int64 [T], distinct, each in 0 .. F*S-1. T = 0 is allowed and writes nothing.
+        slots: int64 [T], each in 0 .. F*S-1 and distinct, or negative: such a row is stored nowhere. T = 0 is allowed
+            and writes nothing.
         backend: Implementation.
 
     Raises:
@@ -70,8 +71,9 @@ def kv_quantize_append(
     Args:
         pages: K and V of the layer, FP4 under one scheme with a static power of two, contiguous; modified in place.
         k: float [T, C, D], after RoPE; read as `ops.quantize` reads its operand.
-        v: the same shape and dtype.
-        slots: as for `kv_append`.
+        v: the same shape and dtype. Both may be views into the output of one projection, which the kernel reads where
+            it lies.
+        slots: as for `kv_append`; rows with a negative one are quantized and returned all the same.
         backend: Implementation.
 
     Returns:

@@ -14,8 +14,8 @@ from tracefp4.formats.fragments import FragmentPages, to_fragments
 from tracefp4.formats.scheme import Scheme
 from tracefp4.formats.schemes import NVFP4_KV
 from tracefp4.formats.tensor import BlockTensor
-from tracefp4.ops.device import DeviceLibrary, KernelFile, Launch, aligned
-from tracefp4.ops.kernels import check_values, first_difference, readable
+from tracefp4.ops.device import DeviceLibrary, KernelFile, Launch, aligned, heads_in_place
+from tracefp4.ops.kernels import DTYPE, check_values, first_difference
 from tracefp4.ops.kv_append.reference import append_reference, quantize_append_reference
 from tracefp4.ops.pages import Pages, QuantizedPages
 from tracefp4.ops.rules import SchemeCase, case_of
@@ -47,7 +47,7 @@ def quantize_append_on_device(
     keys: QuantizedPages, values: QuantizedPages, k: Tensor, v: Tensor, slots: Tensor
 ) -> tuple[BlockTensor, BlockTensor]:
     """Quantize and store checked rows; see `kv_quantize_append`."""
-    k, v = aligned(readable(k)), aligned(readable(v))
+    k, v = (heads_in_place(x if x.dtype in DTYPE else x.to(torch.float32)) for x in (k, v))
     num_tokens, num_heads, head_dim = k.shape
     num_blocks = head_dim // keys.scheme.block_size
     rows = [
@@ -61,11 +61,13 @@ def quantize_append_on_device(
     ]
     grid = (-(-num_tokens * num_heads * num_blocks // _THREADS), 2)
     sizes = (num_tokens, num_heads, num_blocks, _num_slots(keys.packed))
+    strides = [x.stride(0) // keys.scheme.block_size for x in (k, v)]
     outers = [int(pages.outer) for pages in (keys, values)]
     orders = [_ORDERS[p.kind] if isinstance(p, FragmentPages) else 0 for p in (keys, values)]
     parts = [part for p in (*rows, keys, values) for part in (p.packed, p.block_scales)]
     launch = Launch("quantize_append", grid, _THREADS, case_of(k, keys.scheme).defines)
-    QUANTIZING.launch(launch, k, v, slots.contiguous(), *sizes, *outers, *orders, *parts, device=k.device)
+    places = (*sizes, *strides, *outers, *orders)
+    QUANTIZING.launch(launch, k, v, slots.contiguous(), *places, *parts, device=k.device)
     return rows[0], rows[1]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tracefp4.ops.device import Argument, DeviceLibrary, Launch, aligned
+from tracefp4.ops.device import Argument, DeviceLibrary, Launch, aligned, heads_in_place
 from tracefp4.ops.kernels import check_values, first_difference
 from tracefp4.ops.rotary.operands import Angles, HeadNorms
 from tracefp4.ops.rotary.reference import rotary_reference
@@ -18,7 +18,7 @@ def rotary_on_device(
     q: Tensor, k: Tensor, norms: HeadNorms, angles: Angles, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotate checked heads; see `rotary`."""
-    q, k = _readable(q), _readable(k)
+    q, k = heads_in_place(q), heads_in_place(k)
     (num_tokens, num_q, head_dim), num_k = q.shape, k.shape[1]
     outs = tuple(
         torch.empty((num_tokens, n, head_dim), dtype=q.dtype, device=q.device) for n in (num_q, num_k)
@@ -32,14 +32,6 @@ def rotary_on_device(
     heads: tuple[Argument, ...] = (q, k, q.stride(0), k.stride(0))
     LIBRARY.launch(launch, *heads, *weights, *tables, *tail, float(norms.epsilon), *outs, device=q.device)
     return outs[0], outs[1]
-
-
-def _readable(x: Tensor) -> Tensor:
-    """Return heads [T, H, D] that lie side by side in a token, at addresses for 16-byte loads; tokens may lie apart, as
-    in the output of one projection for queries, keys and values."""
-    x = x.detach().resolve_neg()
-    is_side_by_side = x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % 8 == 0 and x.stride(0) < 2**31
-    return x if is_side_by_side and x.data_ptr() % 16 == 0 else aligned(x)
 
 
 def differences(device: torch.device, head_dim: int) -> str | None:
