@@ -237,6 +237,12 @@ static inline uint32_t __ballot_sync(uint32_t mask, int predicate) {
     for (int i = 0; i < 32; i++) ballot |= all[i][0] << i;
     return ballot;
 }
+static inline uint32_t __match_any_sync(uint32_t mask, int value) {
+    uint32_t mine = (uint32_t)value, same = 0;
+    auto all = emulation::meet(&mine, 1, mask);
+    for (int i = 0; i < 32; i++) same |= (uint32_t)(all[i][0] == mine) << i;
+    return same & mask;
+}
 static inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 static inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) == 0xFFFFFFFFu; }
 template <class T> static inline T __ldg(const T *at) { return *at; }

@@ -81,11 +81,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         tests=_STEPS,
     ),
     Mutation(
-        name="experts_counts_of_the_last_turn",
-        fault="The counts of the warps are written again while another warp still adds them up.",
+        name="experts_place_moves_before_it_is_read",
+        fault="Where an expert's next pair goes is moved on while other lanes still read it.",
         path=_LAYER + "routes.cu",
-        old="side ^= 1",
-        new="side ^= 0",
+        old="        __syncwarp(); /* all have read where their pairs go */\n",
+        new="",
         tests=(_DEVICE + "test_lists_are_a_stable_sort",),
     ),
     Mutation(

@@ -136,16 +136,22 @@ def test_nothing_is_written_beyond_the_rows(emulate, tiling):
 
 @needs_compiler
 @pytest.mark.parametrize(("num_experts", "order"), [(1, 0), (5, 1), (5, 2), (5, 3), (300, 0)])
-def test_lists_are_a_stable_sort(emulate, num_experts, order):
+@pytest.mark.parametrize(("num_tokens", "num_chunks"), [(0, 128), (301, 128), (1301, 128), (1701, 2)])
+def test_lists_are_a_stable_sort(emulate, monkeypatch, num_experts, order, num_tokens, num_chunks):
+    """In one chunk, in chunks as long as usual, and in longer ones; some ids are no expert's."""
     emulate(order)
+    monkeypatch.setattr(kernels, "_MAX_CHUNKS", num_chunks)
     torch.manual_seed(order)
-    ids = torch.randint(0, num_experts, (301, 2)).clamp(max=num_experts // 2 + 1)
+    ids = torch.randint(0, num_experts, (num_tokens, 2)).clamp(max=num_experts // 2 + 1)
     ids[ids == 2] = 3
     ids = ids.clamp(max=num_experts - 1)
+    ids[num_tokens // 3 :: 7, 0], ids[num_tokens // 2 :: 9, 1] = -1, num_experts
     order, offsets, tiles = kernels._sort_pairs(ids, num_experts, 16)
-    wanted_ids, wanted = torch.sort(ids.reshape(-1), stable=True)
-    assert torch.equal(order.long(), wanted)
-    counts = torch.bincount(wanted_ids, minlength=num_experts)
+    is_routed = (ids >= 0) & (ids < num_experts)
+    wanted_ids, wanted = torch.sort(ids.where(is_routed, num_experts).reshape(-1), stable=True)
+    num_routed = int(is_routed.sum())
+    assert torch.equal(order[:num_routed].long(), wanted[:num_routed])
+    counts = torch.bincount(wanted_ids[:num_routed], minlength=num_experts)
     assert offsets.tolist() == [0, *counts.cumsum(0).tolist()]
     starts = [
         [e, int(offsets[e]) + i] for e, count in enumerate(counts.tolist()) for i in range(0, count, 16)

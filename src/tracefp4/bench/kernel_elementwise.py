@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tracefp4.bench import peers
-from tracefp4.bench.kernel_jobs import Bench, Case, Job, contender, same_bytes
+from tracefp4.bench.kernel_jobs import Bench, Case, Job, contender, copies, same_bytes
 from tracefp4.bench.replay import Call, Contender
 from tracefp4.bench.traffic import BF16, MXFP4, NVFP4, Traffic, elementwise
 from tracefp4.coding import syndrome_code
@@ -56,11 +56,6 @@ def over(inputs: list[Tensor], call: Callable[[Tensor], Any]) -> list[Call]:
     return [lambda x=x: call(x) for x in inputs]  # type: ignore[misc]
 
 
-def copying(inputs: list[Tensor]) -> Contender:
-    """Return a bf16 copy of every input."""
-    return contender(over(inputs, torch.clone), elementwise(inputs[0].numel(), BF16, BF16))
-
-
 def compiled(call: Callable[..., Any], operands: list[tuple[Tensor, ...]], traffic: Traffic) -> Contender:
     """Return one of the plain functions of `peers`, by torch.compile, over sets of operands."""
     tables = peers.plain_tables(operands[0][0].device)
@@ -104,13 +99,13 @@ def _quantize_job(bench: Bench, scheme: Scheme, rows: int) -> Job:
 
 def _quantize_small(bench: Bench) -> Job:
     job = _quantize_job(bench, NVFP4_ROW_POW2, bench.sizes.small_rows)
-    copies = normal_inputs(bench, bench.sizes.small_rows, job.traffic)
+    inputs = normal_inputs(bench, bench.sizes.small_rows, job.traffic)
     return Job(
         ours=job.ours,
-        theirs={"bf16 copy": copying(copies)},
+        theirs=copies(inputs, elementwise(inputs[0].numel(), BF16, BF16)),
         traffic=job.traffic,
         check=job.check,
-        facts={"elements": copies[0].numel()},
+        facts={"elements": inputs[0].numel()},
     )
 
 

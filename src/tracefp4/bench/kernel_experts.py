@@ -273,6 +273,9 @@ def _refit(bench: Bench) -> Job:
     def copy(layer: Weights) -> tuple[Tensor, Tensor]:
         return layer.gate_up.clone(), layer.down.clone()
 
+    def copy_by_kernels(layer: Weights) -> tuple[Tensor, Tensor]:
+        return torch.add(layer.gate_up, 0), torch.add(layer.down, 0)
+
     def check(outputs: list[Experts]) -> Check:
         pairs = []
         for w, got in zip((layers[0].gate_up, layers[0].down), outputs[0], strict=True):
@@ -285,9 +288,13 @@ def _refit(bench: Bench) -> Job:
     return Job(
         ours=contender([lambda layer=layer: ours(layer) for layer in layers], traffic),  # type: ignore[misc]
         theirs={
-            "bf16 copy of the weights": contender(
-                [lambda layer=layer: copy(layer) for layer in layers],  # type: ignore[misc]
+            name: contender(
+                [lambda layer=layer, call=call: call(layer) for layer in layers],  # type: ignore[misc]
                 Traffic(2 * BF16 * shape.experts * 3 * shape.hidden * shape.moe_inter),
+            )
+            for name, call in (
+                ("bf16 copy of the weights", copy),
+                ("bf16 copy of the weights by kernels", copy_by_kernels),
             )
         },
         traffic=traffic,

@@ -136,6 +136,15 @@ def contender(calls: Sequence[Call], traffic: Traffic) -> Contender:
     )
 
 
+def copies(sources: Sequence[torch.Tensor], traffic: Traffic) -> dict[str, Contender]:
+    """Return a bf16 copy of every tensor in two ways: torch's own copy is no kernel in a graph, and either may be the
+    faster one."""
+    return {
+        "bf16 copy": contender([source.clone for source in sources], traffic),
+        "bf16 copy by a kernel": contender([lambda x=x: torch.add(x, 0) for x in sources], traffic),  # type: ignore[misc]
+    }
+
+
 def count_of_differences(got: torch.Tensor, wanted: torch.Tensor) -> int:
     """Return how many bytes of two tensors of one shape and dtype differ."""
     as_bytes = [t.contiguous().view(-1).view(torch.uint8) for t in (got, wanted)]

@@ -1,9 +1,10 @@
 """expert_layer by kernels: routing lists, rounding of x, gate and up with SwiGLU, rounding of h, down, weighted sum.
 
-Seven launches, none of which asks the host: grids are bounds from shapes, blocks without work end at once. h is rounded
-in a launch of its own, because the power of two of a row needs the row's largest value, which blocks over all of I
-share; rounding inside the down-projection would repeat that work in each of its blocks. With the rows' exponents known
-in advance (a static scheme) nothing changes but the search for the maximum.
+Six launches (seven for more than 1,024 pairs), none of which asks the host: grids are bounds from shapes, blocks
+without work end at once. h is rounded in a launch of its own, because the power of two of a row needs the row's
+largest value, which blocks over all of I share; rounding inside the down-projection would repeat that work in each
+of its blocks. With the rows' exponents known in advance (a static scheme) nothing changes but the search for the
+maximum.
 
 Products have two shapes: `few.cu` while an expert has few tokens and time goes to the weights' bytes, `many.cu` beyond.
 Which one runs, and how it is cut, depends on shapes alone; every sum runs in a fixed order.
@@ -39,6 +40,9 @@ _HERE = Path(__file__).parent
 _OWN_EXPONENT = 128
 """What rows.cu takes for "every row finds its own"."""
 _LIST_THREADS, _ROW_THREADS, _REFIT_THREADS = 256, 512, 256
+_CHUNK, _MAX_CHUNKS = 1024, 128
+"""Pairs that a thread block sorts, or a multiple of them where there would be more chunks than that: each block adds up
+the counts of all."""
 _MAXIMA_PARTS = 32
 """Thread blocks that look for the maximum of one matrix."""
 
@@ -56,15 +60,18 @@ class Tiling(NamedTuple):
     """Warps of a block, at most: over K in `few`, over rows in `many`."""
     stages: int
     """Groups of 64 columns under way at a time, at most."""
+    blocks: int = 1
+    """Thread blocks that a multiprocessor must have room for: it bounds the registers of a thread."""
 
 
 _TILINGS = (
-    (6, Tiling("few", 1, 4, 8, 2)),
-    (12, Tiling("many", 2, 4, 4, 4)),
-    (24, Tiling("many", 4, 4, 4, 4)),
+    (2, Tiling("few", 1, 4, 4, 2, 2)),
+    (5, Tiling("many", 1, 4, 4, 4)),
+    (11, Tiling("many", 2, 4, 4, 3, 2)),
+    (40, Tiling("many", 4, 4, 4, 3, 2)),
 )
-"""The tiling up to a mean number of tokens per expert in use. In `few` every block of 64 rows reads its tokens from the
-second-level cache; with 16 tokens these are as many bytes as the weights, so `many` shares them among 256 rows."""
+"""The fastest tiling on an H200 up to a mean number of tokens per expert in use. In `few` every block of 64 rows reads its
+tokens from the second-level cache; `many` shares them among 256 rows."""
 _MOST = Tiling("many", 8, 4, 4, 3)
 
 
@@ -204,16 +211,19 @@ def _sort_pairs(ids: Tensor, num_experts: int, tile_tokens: int) -> Routes:
     in_use = min(num_experts, num_pairs)
     # a tile that is not full ends an expert's list; the others are full
     most_tiles = in_use + (num_pairs - in_use) // tile_tokens
-    counts, order = (torch.empty(n, dtype=torch.int32, device=device) for n in (num_experts, num_pairs))
+    order = torch.empty(num_pairs, dtype=torch.int32, device=device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     tiles = torch.empty((most_tiles, 2), dtype=torch.int32, device=device)
-    grid = (num_experts,)
-    _LISTS.launch(Launch("count_pairs", grid, _LIST_THREADS, {}), ids, num_pairs, counts, device=device)
-    _LISTS.launch(
-        Launch("place_pairs", grid, _LIST_THREADS, {}),
-        *(ids, num_pairs, counts, tile_tokens, most_tiles, order, offsets, tiles),
-        device=device,
-    )
+    chunk = max(_CHUNK, -(-num_pairs // (_MAX_CHUNKS * _CHUNK)) * _CHUNK)
+    grid, counts = (max(1, -(-num_pairs // chunk)),), None
+    pairs = (ids, num_pairs, chunk, num_experts)
+    if grid[0] > 1:
+        counts = torch.empty((*grid, num_experts), dtype=torch.int32, device=device)
+        launch = Launch("count_pairs", grid, _LIST_THREADS, {}, 4 * num_experts)
+        _LISTS.launch(launch, *pairs, counts, device=device)
+    shared_bytes = 4 * num_experts * (_LIST_THREADS // 32 + 3)
+    launch = Launch("place_pairs", grid, _LIST_THREADS, {}, shared_bytes)
+    _LISTS.launch(launch, *pairs, counts, tile_tokens, most_tiles, order, offsets, tiles, device=device)
     return Routes(order, offsets, tiles)
 
 
@@ -288,6 +298,7 @@ def _multiply(
         "MT": tiling.token_tiles,
         "WARPS": warps,
         "STAGES": stages,
+        "MIN_BLOCKS": tiling.blocks,
     }
     grid = (-(-tiles_of_rows // row_tiles), routes.tiles.shape[0])
     launch = Launch(f"{product}_{tiling.kind}", grid, 32 * warps, defines, shared_bytes)
@@ -314,8 +325,10 @@ def differences(device: torch.device, case: Case | Scheme) -> str | None:
     )
     routing = Routing(torch.arange(22, device=device).view(11, 2) % 3, x[0, :22].view(11, 2))
     steps = run_steps(x, routing, experts, precision, (case.tiling, True))
-    return first_difference(_bytes_of_sites(x, steps, precision)) or _far_from_reference(
-        steps, routing, experts
+    return (
+        first_difference(_lists(device))
+        or first_difference(_bytes_of_sites(x, steps, precision))
+        or _far_from_reference(steps, routing, experts)
     )
 
 
@@ -333,6 +346,16 @@ def _small_layer(case: Case, device: torch.device) -> tuple[Experts, Tensor]:
 def _wave(num_elements: int, device: torch.device) -> Tensor:
     angles = torch.arange(num_elements, dtype=torch.float64, device=device) * 1.7
     return angles.sin().to(torch.bfloat16)
+
+
+def _lists(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Pairs in two chunks; a layer for the check has fewer."""
+    ids = torch.arange(2 * _CHUNK - 1, device=device) ** 2 % 11
+    order, offsets, _ = _sort_pairs(ids, 11, 16)
+    wanted_ids, wanted = torch.sort(ids, stable=True)
+    ends = torch.searchsorted(wanted_ids, torch.arange(1, 12, device=device))
+    yield "sorted pairs", order.long(), wanted
+    yield "lists of experts", offsets[1:].long(), ends
 
 
 def _bytes_of_sites(
