@@ -15,7 +15,7 @@ from tracefp4.patching.shapes import ModelShape
 
 TINY = ModelShape(
     name="tiny", hidden=64, layers=2, attention_layers=(0, 1), q_heads=4, kv_heads=2, head_dim=64, experts=4, top_k=2,
-    moe_inter=32, vocab=300,
+    moe_inter=32, vocab=300, delta_qk_heads=1, delta_v_heads=2, delta_dim=64,
 )  # fmt: skip
 SIZES = KernelSizes(
     rows=8, width=64, small_rows=4, matmul=16, grouped_tokens=(8,), models={"tiny": TINY}, expert_tokens=(1, 20),

@@ -5,7 +5,9 @@ import torch
 
 from tracefp4.bench import traffic
 from tracefp4.bench.routing import SKEWS, draw_experts, num_distinct
+from tracefp4.patching.budget import decisions_for, memory
 from tracefp4.patching.catalogue import KNOWN_SHAPES
+from tracefp4.patching.rules import PlanRules
 
 SHAPE = KNOWN_SHAPES["qwen3-30b-a3b"]
 
@@ -56,6 +58,15 @@ def test_a_cache_is_read_once_and_a_head_once():
     assert traffic.head(large, num_rows=0).bytes == 248320 * 2048 * 2
     assert traffic.head(large, num_rows=3).flops == 2 * 3 * 248320 * 2048
     assert traffic.append(SHAPE, num_tokens=10, value_bytes=traffic.NVFP4).bytes == 10 * 2 * 4 * 128 * 2.5625
+
+
+def test_a_delta_step_reads_and_writes_the_states_that_a_budget_counts():
+    large = KNOWN_SHAPES["qwen3.5-35b-a3b"]
+    one, two = (traffic.delta_step(large, num_seqs=n, state_bytes=4.0).bytes for n in (1, 2))
+    budget = memory(large, decisions_for(large, PlanRules()), context=1, batch=1).state / 30
+    rows = 2 * (8192 + 4096 + 4096 + 64)
+    assert two - one == 2 * budget + rows
+    assert one == 2 * budget + rows + 2 * 4 * 8192
 
 
 def test_elementwise_traffic_adds_up_and_refit_reads_twice_where_it_must():

@@ -117,10 +117,11 @@ def _cache() -> Iterator[Gate]:
 
 
 def _rest_of_a_step() -> Iterator[Gate]:
-    yield _h200(
-        "kernels.delta_net.qwen3.5-35b-a3b.256", "gated delta net decode, of copy bandwidth", at_least(0.75, "share"),
-        at_least(0.88, "share"),
-    )  # fmt: skip
+    for end, kept in (("", "bf16"), (".fp32_state", "float32")):
+        yield _h200(
+            f"kernels.delta_net.qwen3.5-35b-a3b.256{end}", f"gated delta net decode, {kept} state, of copy bandwidth",
+            at_least(0.75, "share"), at_least(0.88, "share"),
+        )  # fmt: skip
     yield _h200(
         "kernels.sample.qwen3.5-35b-a3b.256",
         "lm_head and sampling",

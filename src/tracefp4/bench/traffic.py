@@ -52,6 +52,15 @@ def append(shape: ModelShape, *, num_tokens: int, value_bytes: float) -> Traffic
     return elementwise(num_tokens * 2 * shape.kv_heads * shape.head_dim, BF16, value_bytes)
 
 
+def delta_step(shape: ModelShape, *, num_seqs: int, state_bytes: float) -> Traffic:
+    """Return the traffic of a decode step of a gated delta layer: states read and written, projections in, output out."""
+    heads, dim = shape.delta_v_heads, shape.delta_dim
+    width = (2 * shape.delta_qk_heads + heads) * dim
+    states = 2 * (heads * dim * dim * state_bytes + BF16 * (shape.delta_conv - 1) * width)
+    rows = BF16 * (width + 2 * heads * dim + 2 * heads)
+    return Traffic(num_seqs * (states + rows) + BF16 * shape.delta_conv * width)
+
+
 def head(shape: ModelShape, *, num_rows: int) -> Traffic:
     """Return the traffic of the head of a language model: its matrix once, the hidden states once."""
     return Traffic(
