@@ -16,6 +16,7 @@ from tracefp4.ops.kv_attention import kv_attention
 from tracefp4.ops.kv_attention.device import ROUNDED, SPLIT_TOKENS, Where, error_of, sample_pages
 from tracefp4.ops.pages import LayerPages
 from tracefp4.ops.quantize import quantize
+from tracefp4.ops.rules import SchemeCase
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,8 +26,14 @@ CUDA = torch.device("cuda")
 
 
 def test_the_self_checks_pass():
-    assert append_device.differences(CUDA) is None
-    assert attention_device.differences(CUDA) is None
+    for dtype in (torch.bfloat16, torch.float32):
+        status = append_device.LIBRARY.status(CUDA, SchemeCase(NVFP4_KV, dtype))
+        assert status.is_usable, status.reason
+        for is_fp4, rounds in ((True, True), (False, True), (True, False), (False, False)):
+            status = attention_device.LIBRARY.status(
+                CUDA, attention_device.Case(dtype, 128, is_fp4, rounds, 1)
+            )
+            assert status.is_usable, status.reason
     reasons = {row["op"]: row for row in explain(CUDA)}
     for op in ("kv_append", "kv_attention"):
         assert reasons[op]["backend"] == "cuda"

@@ -11,6 +11,7 @@ from tests.ops.test_sample_device import CUTS, assert_drawn, columns
 
 from tracefp4.formats.schemes import MXFP4_FLOOR, NVFP4_KV, NVFP4_ROW_POW2
 from tracefp4.ops.backend import Backend
+from tracefp4.ops.device import comparing
 from tracefp4.ops.rms_norm import rms_norm
 from tracefp4.ops.rms_norm.reference import rms_norm_reference
 from tracefp4.ops.rotary import Angles, HeadNorms, rotary
@@ -28,6 +29,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 RULES = ((NVFP4_ROW_POW2, None), (NVFP4_KV, -2), (MXFP4_FLOOR, None))
+
+
+@pytest.fixture(autouse=True)
+def _compares():
+    """Kernels that no check has launched may run: these tests compare what they give."""
+    with comparing():
+        yield
 
 
 def each_column(draws, change):

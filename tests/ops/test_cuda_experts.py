@@ -9,6 +9,7 @@ from tracefp4.formats.tensor import BlockTensor
 from tracefp4.formats.weight_fragments import empty_fragments, to_fragments
 from tracefp4.ops.backend import Backend
 from tracefp4.ops.dequantize import dequantize
+from tracefp4.ops.device import comparing
 from tracefp4.ops.expert_layer import device as kernels
 from tracefp4.ops.expert_layer import expert_layer, refit
 from tracefp4.ops.quantize import quantize
@@ -21,8 +22,23 @@ TILINGS = (*(tiling for _, tiling in kernels._TILINGS), kernels._MOST)
 CUDA = torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def _compares():
+    """Kernels that no check has launched may run: these tests compare what they give."""
+    with comparing():
+        yield
+
+
 def test_the_check_at_first_use_passes():
     assert kernels.LIBRARY.status(CUDA).is_usable, kernels.LIBRARY.status(CUDA).reason
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_checks_of_other_cases_pass(name):
+    given = moved(case(PRECISIONS[name], tokens=24, experts=8, hidden=2048, inner=768), CUDA)
+    for num_pairs in (8, 64, 200, 2000):
+        checked = kernels.case_of(num_pairs, given.experts, given.precision.activation)
+        assert kernels.LIBRARY.status(CUDA, checked).is_usable, kernels.LIBRARY.status(CUDA, checked).reason
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

@@ -10,7 +10,6 @@
 #ifndef TRACEFP4_DEVICE_CUH
 #define TRACEFP4_DEVICE_CUH
 
-#define TRACEFP4_ON_DEVICE
 #include "e2m1.h"
 
 #define KERNEL extern "C" __global__ void

@@ -12,6 +12,10 @@
 #ifndef TRACEFP4_E2M1_H
 #define TRACEFP4_E2M1_H
 
+#if defined(__CUDACC_RTC__) || defined(TRACEFP4_EMULATED)
+#define TRACEFP4_ON_DEVICE
+#endif
+
 #ifdef __CUDACC_RTC__
 typedef signed char int8_t;
 typedef unsigned char uint8_t;
@@ -49,9 +53,14 @@ enum {
     MAX_SCALE_BITS = 0x43E00000, /* 448 as a float32 */
     MIN_EXPONENT = -110,
     MAX_EXPONENT = 116,
+#ifdef TRACEFP4_ON_DEVICE
+    STRIP = 32, /* a thread of a GPU works on one block, in registers */
+    LANES = 1
+#else
     /* Elements a kernel works on at a time: their intermediate arrays stay in the first-level cache. */
     STRIP = 512,
     LANES = 16 /* elements rounded together; block sizes are multiples of it */
+#endif
 };
 
 INLINE float float_of(uint32_t bits) {
