@@ -8,7 +8,7 @@ frame more than asked for exists: the null frame, always zero, which pads page t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from tracefp4.formats.fragments import FragmentPages, from_fragments, has_fragme
 from tracefp4.formats.precision import LayerPrecision
 from tracefp4.formats.scheme import Scheme
 from tracefp4.formats.tensor import BlockTensor
+from tracefp4.kvcache.states import StatePool
 from tracefp4.ops.backend import Backend, choose
 from tracefp4.ops.pages import LayerPages, QuantizedPages
 
@@ -56,6 +57,7 @@ class KVPool:
         arithmetic: decides how unquantized K and V are stored: bf16 if values are bf16-rounded, else the
             compute dtype.
         device: where the pages live; the device of the weights.
+        states: of the layers that keep a state instead, which then have no pages; None: every layer has pages.
 
     Raises: ConfigError if head_dim is not a multiple of the block size of a quantized layer.
     """
@@ -67,23 +69,27 @@ class KVPool:
         precision: Sequence[LayerPrecision],
         arithmetic: Arithmetic,
         device: torch.device = CPU,
+        states: StatePool | None = None,
     ) -> None:
         self.shape = shape
+        self.states = states
         self.device = device
         self.null_frame = shape.num_pages
         # On a GPU without a working kernel the reference reads plain pages faster than fragments.
         self._has_kernel = choose("kv_attention", device) is Backend.CUDA
         is_bf16 = arithmetic.emulates_bf16 or arithmetic.dtype == "bfloat16"
+        paged = {n: layer for n, layer in enumerate(precision) if states is None or n not in states.layers}
         # One store per kind of bytes for all layers that have it, [layers, 2, C, F, S, width]: whole-page
         # operations are then a few copies, however many layers there are.
-        num_fp4 = sum(layer.kv is not None for layer in precision)
+        num_fp4 = sum(layer.kv is not None for layer in paged.values())
         self._packed = self._new_store(num_fp4, shape.head_dim // 2, torch.uint8)
         self._block_scales = self._new_store(
-            num_fp4, shape.head_dim // _block_size(shape, precision), torch.uint8
+            num_fp4, shape.head_dim // _block_size(shape, paged.values()), torch.uint8
         )
         dtype = torch.bfloat16 if is_bf16 else arithmetic.torch_dtype
-        self._plain = self._new_store(len(precision) - num_fp4, shape.head_dim, dtype)
-        self.layers = self._layer_pages(precision)
+        self._plain = self._new_store(len(paged) - num_fp4, shape.head_dim, dtype)
+        self.layers = self._layer_pages(precision, paged)
+        """Pages of every decoder layer; empty ones where it has a state."""
 
     @property
     def page_bytes(self) -> int:
@@ -123,11 +129,17 @@ class KVPool:
         size = (num_layers, 2, shape.num_kv_heads, shape.num_pages + 1, shape.page_size, width)
         return torch.zeros(size, dtype=dtype, device=self.device)
 
-    def _layer_pages(self, precision: Sequence[LayerPrecision]) -> list[LayerPages]:
+    def _layer_pages(
+        self, precision: Sequence[LayerPrecision], paged: Mapping[int, LayerPrecision]
+    ) -> list[LayerPages]:
         """Views of the stores, layer by layer."""
         pages = []
         num_fp4 = num_plain = 0
-        for layer in precision:
+        for index, layer in enumerate(precision):
+            if index not in paged:
+                none = self._plain.new_empty(0, 0, 0, 0)
+                pages.append(LayerPages(keys=none, values=none))
+                continue
             if layer.kv is None:
                 keys, values = self._plain[num_plain]
                 pages.append(LayerPages(keys=keys, values=values))
@@ -176,7 +188,7 @@ def frame_of(pages: QuantizedPages, frame: int) -> BlockTensor:
     return replace(pages, packed=pages.packed[:, frame], block_scales=pages.block_scales[:, frame])
 
 
-def _block_size(shape: CacheShape, precision: Sequence[LayerPrecision]) -> int:
+def _block_size(shape: CacheShape, precision: Iterable[LayerPrecision]) -> int:
     """Block size of the quantized layers; the whole head if there are none."""
     for layer in precision:
         if layer.kv is None:

@@ -30,6 +30,19 @@ class Segment:
     """int64 [end - begin], where each flat row lies in the rectangle read row by row; None if no cell is padding. Made
     on the host: a mask would have to be counted on the device, which makes the host wait."""
 
+    state_slots: Tensor | None = None
+    """int64 [B], where each sequence's state is in the pool of states; negative in rows that nobody reads. None for a
+    model without states."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [B], queries of each sequence that are no padding."""
+        num_queries = self.positions.shape[1]
+        if self.places is None:
+            return torch.full_like(self.positions[:, 0], num_queries)
+        is_real = torch.zeros_like(self.positions).view(-1).index_fill_(0, self.places, 1)
+        return is_real.view(-1, num_queries).sum(1)
+
     def to(self, device: torch.device) -> Segment:
         """The same segment with its index tensors on a device."""
         return replace(
@@ -37,6 +50,7 @@ class Segment:
             page_table=self.page_table.to(device),
             positions=self.positions.to(device),
             places=None if self.places is None else self.places.to(device),
+            state_slots=None if self.state_slots is None else self.state_slots.to(device),
         )
 
     def spread(self, rows: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from tracefp4.guidance.session import current
 from tracefp4.kvcache.pool import KVPool
 from tracefp4.models.batch import TokenBatch
 from tracefp4.models.native_pass import NativePass
-from tracefp4.models.qwen3_moe_config import read_sizes
+from tracefp4.models.qwen3_moe_config import Qwen3MoeSizes, read_sizes
 from tracefp4.models.qwen3_moe_weights import Qwen3MoeWeights, device_of
 from tracefp4.models.rotary import RotaryTable, rotate
 from tracefp4.models.taps import Taps
@@ -71,13 +71,13 @@ class Qwen3MoeEngineModel:
         precision: Sequence[LayerPrecision],
         arithmetic: Arithmetic,
     ) -> None:
-        self.sizes = read_sizes(config)
+        self.sizes = self._read_sizes(config)
         self.precision = tuple(precision)
         self.arithmetic = arithmetic
         self._check_precision()
         self.device = device_of(state)
         self._rotary = RotaryTable(
-            self.sizes.head_dim, theta=self.sizes.rope_theta, arithmetic=arithmetic, device=self.device
+            self.sizes.rotary_dim, theta=self.sizes.rope_theta, arithmetic=arithmetic, device=self.device
         )
         self.weights = Qwen3MoeWeights(
             self.sizes, precision=self.precision, arithmetic=arithmetic, device=self.device
@@ -86,7 +86,13 @@ class Qwen3MoeEngineModel:
         self.native: NativePass | None = None
         """The pass by kernels, in bf16 storage; None in any other arithmetic."""
         if arithmetic.dtype == "bfloat16":
-            self.native = NativePass(self.sizes, self.weights, precision=self.precision, table=self._rotary)
+            self.native = self._native_pass()
+
+    def _read_sizes(self, config: Any) -> Qwen3MoeSizes:
+        return read_sizes(config)
+
+    def _native_pass(self) -> NativePass:
+        return NativePass(self.sizes, self.weights, precision=self.precision, table=self._rotary)
 
     def taps(self, sites: Collection[Site], *, routed_layers: Sequence[int]) -> Taps:
         """Return empty taps for one native pass. Raises: ConfigError as `Taps`."""
@@ -222,9 +228,9 @@ class Qwen3MoeEngineModel:
             chosen = chosen / chosen.sum(dim=-1, keepdim=True)
         return self._round(chosen.to(logits.dtype))
 
-    def _dense(self, layer: int, n: Tensor) -> Tensor:
-        """A dense MLP [T, hidden]; never quantized."""
-        name = f"model.layers.{layer}.mlp"
+    def _dense(self, layer: int, n: Tensor, part: str = "mlp") -> Tensor:
+        """A dense MLP [T, hidden], or a part of one that is; never quantized."""
+        name = f"model.layers.{layer}.{part}"
         gate = self._round(silu(self._linear(n, f"{name}.gate_proj.weight")))
         m = self._round(gate.mul_(self._linear(n, f"{name}.up_proj.weight")))
         return self._linear(m, f"{name}.down_proj.weight")

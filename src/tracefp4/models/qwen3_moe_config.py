@@ -48,6 +48,11 @@ class Qwen3MoeSizes:
     dense_layers: frozenset[int]
     """Layers with a dense MLP instead of experts."""
 
+    @property
+    def rotary_dim(self) -> int:
+        """Values of a head that are rotated, from its first one on."""
+        return self.head_dim
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the state dict, by name, with its shape; without `lm_head.weight` if it is tied."""
         found: dict[str, tuple[int, ...]] = {
