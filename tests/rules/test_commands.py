@@ -38,6 +38,10 @@ OPTIONS = {
     "store serve": ["--bind", "--key", "--max-queue-mb", "--when-full", "PATH"],
     "store key": ["PATH"],
     "store check": ["--json", "--rebuild", "PATH"],
+    "bench engine": [
+        "--context", "--json", "--layers", "--memory", "--only", "--out", "--page-size", "--profile",
+        "--random-weights", "--seconds", "--steps",
+    ],
     "bench gates": ["--json", "--results"],
     "bench kernels": ["--json", "--only", "--out", "--seconds"],
     "bench cpu": ["--json", "--out", "--rounds", "--rows", "--width"],

@@ -27,6 +27,8 @@ GROUPS = ("full", "together", "steady", "batch", "zipf", "recording")
 FIRST_CONTEXT = 1024
 BATCHES = (64, 8)
 """Fixed batches that are measured at every context."""
+LEAST_PEER_SHARE = 0.60
+"""Of its byte floor: below it our BF16 mode is no peer, and ratios to it are void."""
 MAX_BATCH = 1024
 """No batch is larger, whatever fits."""
 
@@ -111,9 +113,10 @@ def loads_of(point: Point, *, num_pages: int, page_size: int) -> list[Load]:
         return -(-context // page_size)
 
     if point.accounting == "steady":
-        batch = _largest(lambda n: sum(map(pages, spread(point.context, n))), num_pages)
+        batch = _largest(lambda n: sum(map(pages, spread(point.context, n))) + n // page_size, num_pages)
     elif point.batch is None:
-        batch = _largest(lambda n: n * pages(point.context), num_pages)
+        # a scheduler that lets sequences in keeps a page for every page_size of those that run
+        batch = _largest(lambda n: n * pages(point.context) + n // page_size, num_pages)
     else:
         batch = point.batch if point.batch * pages(point.context) <= num_pages else 0
     if not batch:
@@ -194,7 +197,7 @@ def step_bytes(
     sizes: Qwen3MoeSizes,
     precision: Sequence[LayerPrecision],
     *,
-    contexts: Sequence[int],
+    contexts: Sequence[float],
     distinct: Sequence[float],
 ) -> StepBytes:
     """Return what a decode step must move.

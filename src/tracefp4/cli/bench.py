@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tracefp4.cli.bench_engine import engine
 from tracefp4.cli.bench_gates import gates
 from tracefp4.cli.bench_guidance import guidance
 from tracefp4.cli.bench_kernels import kernels
@@ -15,11 +16,12 @@ EXIT_GATE_MISSED = 1
 
 bench = typer.Typer(
     no_args_is_help=True,
-    help="Measure on this machine: the speed of the ops, how close each guidance codec brings a trainer, and which "
-    "figures reach their gates.",
+    help="Measure on this machine: the speed of the ops and of whole models, how close each guidance codec brings a "
+    "trainer, and which figures reach their gates.",
 )
 bench.command("guidance")(guidance)
 bench.command("kernels")(kernels)
+bench.command("engine")(engine)
 bench.command("gates")(gates)
 
 

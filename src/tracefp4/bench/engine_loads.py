@@ -1,0 +1,124 @@
+"""One load on one engine, timed: steps of a batch at its contexts, the experts they used, and whether they were right.
+
+A load is placed, warmed up and then timed step by step on the clock of the wall: scheduling, launches, the pass, draws
+and recording all count. Rates are of the mean step. Nothing here knows gates or peers.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tracefp4.bench.engine_decoding import DecodingEngine
+from tracefp4.bench.engine_points import Load, StepBytes, step_bytes
+from tracefp4.bench.engine_profile import StepProfile, profile_step
+from tracefp4.bench.traffic import BF16
+from tracefp4.models.qwen3_moe_config import Qwen3MoeSizes
+
+COPIED = 1 << 29
+"""bf16 values of the copy that measures bandwidth on a GPU: 1 GiB read and 1 GiB written."""
+COPIED_ON_CPU = 1 << 22
+NUM_COPIES = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """How many steps a load takes."""
+
+    timed: int = 64
+    """Steps on the clock."""
+    warm: int = 16
+    """Steps before them, the first of which places the sequences; at least 2."""
+    profiled: int = 0
+    """Steps under the profiler, between the two: 0 or 1."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.warm + self.profiled + self.timed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadResult:
+    """What one load took."""
+
+    load: Load
+    """Contexts and routing."""
+    step_s: tuple[float, ...]
+    """Seconds of every timed step."""
+    moved: StepBytes
+    """The fewest bytes of a timed step, in the mean."""
+    distinct: tuple[int, ...]
+    """Experts in use by layer, in the last warm step; of an engine that records nothing, all."""
+    differences: int
+    """Bytes of one sequence's record that are not those of its pages."""
+    profile: StepProfile | None
+    """Of one step, where it was asked for."""
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return len(self.load.contexts)
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of the mean step."""
+        return statistics.fmean(self.step_s)
+
+
+def time_load(engine: DecodingEngine, load: Load, *, sizes: Qwen3MoeSizes, steps: Steps) -> LoadResult:
+    """Place a load and time its steps.
+
+    Args:
+        engine: Holds weights of the load's routing.
+        load: What decodes.
+        sizes: The engine's model.
+        steps: How many.
+
+    Raises:
+        ConfigError: The load does not run all at once.
+    """
+    records = engine.records is not False
+    engine.place(load.contexts, num_steps=steps.total)
+    engine.take_steps(steps.warm - 1)
+    distinct = engine.experts_in_use() if records else [sizes.num_experts] * sizes.num_layers
+    # a step sees what is there before its token; the last one leaves a context as long as the load says
+    middle = (steps.timed + 1) / 2
+    moved = step_bytes(
+        sizes,
+        engine.precision,
+        contexts=[context - middle for context in load.contexts],
+        distinct=distinct,
+    )
+    profile = None
+    if steps.profiled:
+        head_bytes = BF16 * sizes.vocab_size * sizes.hidden_size
+        profile = profile_step(
+            lambda: engine.take_steps(1), device=engine.pool.device, moved=moved, head_bytes=head_bytes
+        )
+    step_s = engine.take_steps(steps.timed)
+    differences = engine.count_record_differences() if records else 0
+    engine.drop()
+    return LoadResult(
+        load=load,
+        step_s=tuple(step_s),
+        moved=moved,
+        distinct=tuple(distinct),
+        differences=differences,
+        profile=profile,
+    )
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes a second, read and written, of a bf16 copy that no cache holds: median of NUM_COPIES."""
+    is_gpu = device.type == "cuda"
+    source = torch.zeros(COPIED if is_gpu else COPIED_ON_CPU, dtype=torch.bfloat16, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(NUM_COPIES + 1):
+        begun = time.perf_counter()
+        target.copy_(source)
+        if is_gpu:
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    return 2 * BF16 * source.numel() / statistics.median(seconds[1:])
