@@ -8,6 +8,7 @@ _FOLDER = "src/tracefp4/ops/guided_quantize/"
 _TESTS = "tests/ops/test_quantize_device.py::test_bytes_are_those_of_the_reference"
 _DEQUANTIZE = "tests/ops/test_dequantize_device.py::"
 _GUIDED = "tests/ops/test_guided_quantize_device.py::"
+_FIRST_USE = "tests/ops/test_device.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -57,6 +58,38 @@ MUTATIONS: tuple[Mutation, ...] = (
         old="if digest_of(path) == path.stem:",
         new="if path.stem:",
         tests=("tests/ops/test_quantize_device.py::test_the_file_compiles_for",),
+    ),
+    Mutation(
+        name="device_kernels_not_compared",
+        fault="A kernel that no comparison has launched runs on a GPU.",
+        path="src/tracefp4/ops/device.py",
+        old="    if not _is_comparing.get():\n",
+        new="    if False:\n",
+        tests=(_FIRST_USE + "test_a_kernel_that_was_not_compared_does_not_run",),
+    ),
+    Mutation(
+        name="device_one_verdict_for_all_cases",
+        fault="What the first case of an op gave is believed of all others.",
+        path="src/tracefp4/ops/device.py",
+        old="key = (device, self._usual if case is None else case)",
+        new="key = (device, self._usual)",
+        tests=(_FIRST_USE + "test_a_case_that_differs_is_refused_alone_and_logged_once",),
+    ),
+    Mutation(
+        name="device_compared_during_capture",
+        fault="A comparison is recorded into a CUDA graph.",
+        path="src/tracefp4/ops/device.py",
+        old="if torch.cuda.is_current_stream_capturing():",
+        new="if False:",
+        tests=(_FIRST_USE + "test_nothing_is_compared_during_capture",),
+    ),
+    Mutation(
+        name="device_case_without_the_cut",
+        fault="The check of an expert layer cuts its products as a narrower layer does.",
+        path="src/tracefp4/ops/expert_layer/device.py",
+        old="if _cut(tiling, n) == cut)",
+        new="if n)",
+        tests=(_FIRST_USE + "test_a_check_launches_what_the_expert_layer_launches",),
     ),
     Mutation(
         name="device_signs_in_the_other_order",
