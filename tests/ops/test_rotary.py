@@ -8,12 +8,13 @@ from tests.emulation.emulator import COMPILER, Emulator
 from tracefp4.errors import BackendError, FormatError
 from tracefp4.formats.arithmetic import NATIVE
 from tracefp4.models.rotary import RotaryTable, rotate
+from tracefp4.ops import device as ops_device
 from tracefp4.ops import nvrtc
 from tracefp4.ops.backend import Backend
 from tracefp4.ops.norms import rms_normed
 from tracefp4.ops.rotary import Angles, HeadNorms, rotary
 from tracefp4.ops.rotary import device as rotary_device
-from tracefp4.ops.rotary.device import differences, rotary_on_device
+from tracefp4.ops.rotary.device import Case, differences, rotary_on_device
 from tracefp4.ops.rotary.reference import rotary_reference
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
@@ -71,10 +72,20 @@ def test_bytes_are_those_of_the_reference(emulator, sizes):
 
 
 @needs_compiler
+def test_heads_without_a_norm_are_only_turned(emulator):
+    q, k, _, angles, positions = operands(5, 4, 2, 64)
+    given = (q, k, None, angles, positions)
+    assert_same(rotary_on_device(*given), rotary_reference(*given))
+    cos, sin = (table[positions][:, None] for table in angles)
+    assert_same(rotary_reference(*given), [rotate(x.clone(), cos, sin) for x in (q, k)])
+    assert differences(CPU, Case(64, False)) is None
+
+
+@needs_compiler
 def test_heads_that_lie_in_one_projection_are_not_copied(emulator, monkeypatch):
     q, k, *rest = operands(3, 4, 2, 64)
     wanted = rotary_reference(q, k, *rest)
-    monkeypatch.setattr(rotary_device, "aligned", lambda x: x if x.dim() < 3 else pytest.fail("copied"))
+    monkeypatch.setattr(ops_device, "aligned", lambda x: x if x.dim() < 3 else pytest.fail("copied"))
     assert_same(rotary_on_device(q, k, *rest), wanted)
 
 
@@ -96,7 +107,7 @@ def test_every_width_of_a_head(monkeypatch, head_dim):
     monkeypatch.setattr(rotary_device.LIBRARY, "runner", Emulator())
     given = operands(3, 4, 2, head_dim)
     assert_same(rotary_on_device(*given), rotary_reference(*given))
-    assert differences(CPU, head_dim) is None
+    assert differences(CPU, Case(head_dim, True)) is None
 
 
 def test_operands_that_do_not_fit_are_refused():
@@ -121,4 +132,6 @@ def test_operands_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
 def test_the_file_compiles_for(architecture):
     source = rotary_device.LIBRARY.program.source
-    assert nvrtc.build(source, defines={"TEAM": 8}, architecture=architecture).code[:4] == b"\x7fELF"
+    assert (
+        nvrtc.build(source, defines={"TEAM": 8, "NORMS": 1}, architecture=architecture).code[:4] == b"\x7fELF"
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tracefp4.errors import FormatError
 from tracefp4.ops.backend import Backend, choose
-from tracefp4.ops.rotary.device import rotary_on_device
+from tracefp4.ops.rotary.device import Case, rotary_on_device
 from tracefp4.ops.rotary.operands import Angles, HeadNorms
 from tracefp4.ops.rotary.reference import rotary_reference
 
@@ -25,7 +25,7 @@ def rotary(
     q: Tensor,
     k: Tensor,
     *,
-    norms: HeadNorms,
+    norms: HeadNorms | None,
     angles: Angles,
     positions: Tensor,
     backend: Backend = Backend.AUTO,
@@ -36,7 +36,7 @@ def rotary(
         q: bfloat16 [T, H, D], D a power of two from 16 to 512; may be a view into the output of one projection for q, k
             and v, which the kernel reads where it lies. T = 0 is fine.
         k: bfloat16 [T, C, D], likewise.
-        norms: Weights and epsilon.
+        norms: Weights and epsilon; None turns heads as they are.
         angles: Tables; L at least 1.
         positions: int64 [T]; a position outside 0 .. L - 1 gives NaN.
         backend: Implementation.
@@ -49,11 +49,11 @@ def rotary(
         BackendError: When the backend cannot run here.
     """
     _check(q, k, norms, angles, positions)
-    chosen = choose("rotary", q.device, backend, q.shape[2])
+    chosen = choose("rotary", q.device, backend, Case(q.shape[2], norms is not None))
     return _ROTARY[chosen](q, k, norms, angles, positions)
 
 
-def _check(q: Tensor, k: Tensor, norms: HeadNorms, angles: Angles, positions: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, norms: HeadNorms | None, angles: Angles, positions: Tensor) -> None:
     is_whole = q.dim() == k.dim() == 3 and q.shape[::2] == k.shape[::2] and q.shape[2] in _HEAD_DIMS
     if not is_whole or {q.dtype, k.dtype} != {torch.bfloat16}:
         raise FormatError(
@@ -62,13 +62,14 @@ def _check(q: Tensor, k: Tensor, norms: HeadNorms, angles: Angles, positions: Te
         )
     width = q.shape[2:]
     tables = (angles.cos, angles.sin)
-    fits = norms.q.shape == norms.k.shape == width and all(t.shape[1:] == width for t in tables)
+    weights = () if norms is None else (norms.q, norms.k)
+    fits = all(w.shape == width for w in weights) and all(t.shape[1:] == width for t in tables)
     fits = fits and tables[0].shape[0] == tables[1].shape[0] > 0 and positions.shape == q.shape[:1]
-    dtypes = {x.dtype for x in (norms.q, norms.k, *tables)}
+    dtypes = {x.dtype for x in (*weights, *tables)}
     if not fits or dtypes != {torch.bfloat16} or positions.dtype != torch.int64:
         raise FormatError(
             f"rotary needs bfloat16 weights [{width[0]}], bfloat16 tables [L, {width[0]}] and int64 positions "
-            f"[{q.shape[0]}]; got weights {tuple(norms.q.shape)} and {tuple(norms.k.shape)}, tables "
+            f"[{q.shape[0]}]; got weights {[tuple(w.shape) for w in weights]}, tables "
             f"{tuple(tables[0].shape)} and {tuple(tables[1].shape)}, of {dtypes}, and {positions.dtype} "
             f"{tuple(positions.shape)}. Grow the tables before the pass."
         )

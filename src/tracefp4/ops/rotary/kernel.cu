@@ -1,7 +1,7 @@
-/* Norm and rotation of the queries and keys of a token, a head by a team of TEAM lanes, each of which has eight values of
- * its lower half and the eight of the upper half that they turn with.
+/* Norm (if there is one) and rotation of the queries and keys of a token, a head by a team of TEAM lanes, each of which
+ * has eight values of its lower half and the eight of the upper half that they turn with.
  *
- * Defines: TEAM, lanes of a head, 1 to 32, a power of two: a head has 16 TEAM values. */
+ * Defines: TEAM, lanes of a head, 1 to 32, a power of two: a head has 16 TEAM values; NORMS, whether there is a norm. */
 
 #include "norms.cuh"
 
@@ -46,15 +46,19 @@ KERNEL __launch_bounds__(256) norm_and_rotate(const uint16_t *q, const uint16_t 
         high = load_eight(from + HALF + part);
     }
     double squares = 0.0;
-    for (int w = 0; w < 4; w++) squares += squares_of(low.word[w]) + squares_of(high.word[w]);
-    squares = sum_of_team(squares, TEAM);
+    if (NORMS) {
+        for (int w = 0; w < 4; w++) squares += squares_of(low.word[w]) + squares_of(high.word[w]);
+        squares = sum_of_team(squares, TEAM);
+    }
     if (!is_there) return;
-    float factor = norm_factor(squares, WIDTH, epsilon);
-    const uint16_t *weight = head < num_q ? q_weight : k_weight;
-    struct eight low_weight = load_eight(weight + part), high_weight = load_eight(weight + HALF + part);
-    for (int w = 0; w < 4; w++) {
-        low.word[w] = normed(low.word[w], factor, low_weight.word[w]);
-        high.word[w] = normed(high.word[w], factor, high_weight.word[w]);
+    if (NORMS) {
+        float factor = norm_factor(squares, WIDTH, epsilon);
+        const uint16_t *weight = head < num_q ? q_weight : k_weight;
+        struct eight low_weight = load_eight(weight + part), high_weight = load_eight(weight + HALF + part);
+        for (int w = 0; w < 4; w++) {
+            low.word[w] = normed(low.word[w], factor, low_weight.word[w]);
+            high.word[w] = normed(high.word[w], factor, high_weight.word[w]);
+        }
     }
     int64_t position = positions[token];
     int is_known = position >= 0 && position < table_size;

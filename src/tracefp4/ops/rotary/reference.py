@@ -1,4 +1,5 @@
-"""The definition of rotary: the norm of a head (`ops/norms.py`), then the rotation, rounded where bf16 is stored."""
+"""The definition of rotary: the norm of a head (`ops/norms.py`) if asked for, then the rotation, rounded where bf16 is
+stored."""
 
 import torch
 from torch import Tensor
@@ -8,16 +9,16 @@ from tracefp4.ops.rotary.operands import Angles, HeadNorms
 
 
 def rotary_reference(
-    q: Tensor, k: Tensor, norms: HeadNorms, angles: Angles, positions: Tensor
+    q: Tensor, k: Tensor, norms: HeadNorms | None, angles: Angles, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotate checked heads; see `rotary`."""
     length = angles.cos.shape[0]
     is_known = (positions >= 0) & (positions < length)
     cos, sin = (table[positions.masked_fill(~is_known, 0)][:, None] for table in angles)
-    turned = [
-        _rotated(rms_normed(x.detach(), weight.detach(), norms.epsilon), cos, sin)
-        for x, weight in ((q, norms.q), (k, norms.k))
-    ]
+    q, k = q.detach(), k.detach()
+    if norms is not None:
+        q, k = (rms_normed(x, w.detach(), norms.epsilon) for x, w in ((q, norms.q), (k, norms.k)))
+    turned = (_rotated(x, cos, sin) for x in (q, k))
     first, second = (x.masked_fill(~is_known[:, None, None], torch.nan) for x in turned)
     return first, second
 
