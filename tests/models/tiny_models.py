@@ -1,7 +1,7 @@
-"""Tiny random Qwen3-MoE models and the precisions that tests run them in."""
+"""Tiny random Qwen3-MoE and OLMoE models and the precisions that tests run them in."""
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import OlmoeConfig, OlmoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracefp4.formats.arithmetic import Arithmetic
 from tracefp4.formats.precision import BF16_LAYER, LayerPrecision
@@ -34,7 +34,11 @@ def tiny_config(**changes):
 def tiny_model(seed=0, **changes):
     """A random model whose weights are large enough for routing, attention and sampling to vary."""
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(tiny_config(**changes)).eval()
+    return _enlarged(Qwen3MoeForCausalLM(tiny_config(**changes)))
+
+
+def _enlarged(model):
+    model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -42,6 +46,23 @@ def tiny_model(seed=0, **changes):
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def tiny_olmoe(seed=0, **changes):
+    """As `tiny_model`, of the other architecture: norms over whole projections, weights not renormalised."""
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "eos_token_id": 1,
+    }
+    return _enlarged(OlmoeForCausalLM(OlmoeConfig(**(sizes | changes))))
 
 
 def fp4(num_layers=2):

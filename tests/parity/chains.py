@@ -114,8 +114,8 @@ def _real(parts, batch: Batch, row: int):
     return tuple(found)
 
 
-def make_chain(*, arithmetic=CONTROL, seed=0, rules=None, **changes) -> Chain:
-    model = tiny_model(seed, vocab_size=VOCABULARY, **changes)
+def make_chain(*, arithmetic=CONTROL, seed=0, rules=None, model=None, **changes) -> Chain:
+    model = tiny_model(seed, vocab_size=VOCABULARY, **changes) if model is None else model
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.v_proj.weight.mul_(0.125)  # so that K and V have different exponents

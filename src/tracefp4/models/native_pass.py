@@ -1,4 +1,4 @@
-"""A pass of Qwen3-MoE by our ops in bf16 storage: kernels on an accelerator, their references on a CPU.
+"""A pass of Qwen3-MoE or OLMoE by our ops in bf16 storage: kernels on an accelerator, their references on a CPU.
 
 It computes the function of `qwen3_moe.py`, whole layers by kernels: each norm with the addition before it, one matrix
 for q, k and v, rounding of K and V on their way to the pages, the experts of a layer from FP4 bytes. Sums run in
@@ -111,9 +111,13 @@ class NativePass:
     def _attention(self, index: int, n: Tensor, batch: TokenBatch, pool: KVPool, taps: Taps | None) -> Tensor:
         """Attention output [T, H * D] of normed rows, whose K and V go to the pages first."""
         sizes, layer, pages = self._sizes, self._layers[index], pool.layers[index]
-        heads = linear(n, layer.qkv).view(len(n), -1, sizes.head_dim)
-        q, k, v = heads.split([sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads], dim=1)
-        q, k = rotary(q, k, norms=layer.head_norms, angles=self._table.angles, positions=batch.positions)
+        heads = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
+        qkv = linear(n, layer.qkv)
+        norms: HeadNorms | None = layer.norms
+        if not sizes.norms_heads:
+            qkv, norms = self._normed_projection(qkv, layer.norms), None
+        q, k, v = qkv.view(len(n), -1, sizes.head_dim).split(heads, dim=1)
+        q, k = rotary(q, k, norms=norms, angles=self._table.angles, positions=batch.positions)
         if self._precision[index].kv is None:
             kv_append(pages.keys, k, slots=batch.slots)
             kv_append(pages.values, v, slots=batch.slots)
@@ -123,6 +127,14 @@ class NativePass:
                 taps.keep(Site("k", index), rows[0])
                 taps.keep(Site("v", index), rows[1])
         return _attended(q, pages, batch)
+
+    def _normed_projection(self, qkv: Tensor, norms: HeadNorms) -> Tensor:
+        """Queries and keys normed over the whole projection and, where the model clips, all three clipped."""
+        q, k, v = qkv.split([len(norms.q), len(norms.k), qkv.shape[1] - len(norms.q) - len(norms.k)], dim=1)
+        q, k = (rms_norm(x, w, epsilon=norms.epsilon).values for x, w in ((q, norms.q), (k, norms.k)))
+        limit = self._sizes.clip_qkv
+        joined = torch.cat([q, k, v], dim=1)
+        return joined if limit is None else joined.clamp_(-limit, limit)
 
     def _mlp(self, index: int, n: Tensor, taps: Taps | None) -> Tensor:
         """The MLP of a layer, dense or of routed experts: [T, hidden]."""
@@ -170,7 +182,7 @@ class _Layer(NamedTuple):
 
     input_norm: Tensor
     qkv: Tensor
-    head_norms: HeadNorms
+    norms: HeadNorms
     output: Tensor
     mlp_norm: Tensor
     mlp: _Dense | _Routed
@@ -189,7 +201,7 @@ def _layer(weights: Qwen3MoeWeights, index: int, sizes: Qwen3MoeSizes) -> _Layer
     return _Layer(
         input_norm=named("input_layernorm.weight"),
         qkv=named("self_attn.qkv_proj.weight"),
-        head_norms=HeadNorms(
+        norms=HeadNorms(
             named("self_attn.q_norm.weight"), named("self_attn.k_norm.weight"), sizes.norm_epsilon
         ),
         output=named("self_attn.o_proj.weight"),

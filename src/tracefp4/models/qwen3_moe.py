@@ -1,4 +1,4 @@
-"""Qwen3-MoE for the engine: a flat batch of tokens through paged FP4 attention and FP4 experts.
+"""Qwen3-MoE and OLMoE for the engine: a flat batch of tokens through paged FP4 attention and FP4 experts.
 
 R is rounding to bf16, applied where a bf16 kernel writes its output (and nowhere when the arithmetic does
 not emulate bf16). Per layer, with n the normed residual stream h:
@@ -8,6 +8,8 @@ not emulate bf16). Per layer, with n the normed residual stream h:
     n = R(norm(h));  ids = top-k of R(n Wg);  w = R(softmax over all experts, at ids, renormalised if asked)
     x^ = Q(n);  g, u = R(x^ W13^);  m = R(R(silu(g)) * u);  m^ = Q(m);  y = R(m^ W2^)
     h = R(h + R(sum_j w_j y_j))
+
+OLMoE norms q and k over the whole projection and may clip q, k and v before heads are rotated.
 
 Attention reads pages only, also inside one prefill chunk. Rounding and routing go through the guidance
 session, which records them when one is open. The trainer computes the same function through transformers'
@@ -51,8 +53,8 @@ class Qwen3MoeEngineModel:
     """Weights and forward pass.
 
     Args:
-        config: transformers Qwen3MoeConfig.
-        state: state dict of transformers' Qwen3MoeForCausalLM, names as in memory (experts fused); matrices of an
+        config: transformers Qwen3MoeConfig or OlmoeConfig.
+        state: state dict of transformers' model of that config, names as in memory (experts fused); matrices of an
             FP4 checkpoint may be BlockTensors (`Qwen3MoeWeights.load`). The device of its first tensor is the
             model's.
         precision: one LayerPrecision per decoder layer; a dense layer's `activation` and `weight` must be
@@ -147,10 +149,13 @@ class Qwen3MoeEngineModel:
     def _project(self, layer: int, n: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D], keys and values [T, C, D]; queries and keys after norm and RoPE."""
         name, head_dim = f"model.layers.{layer}.self_attn", self.sizes.head_dim
-        q, k, v = (
-            self._linear(n, f"{name}.{which}_proj.weight").view(n.shape[0], -1, head_dim) for which in "qkv"
-        )
+        q, k, v = (self._linear(n, f"{name}.{which}_proj.weight") for which in "qkv")
+        if self.sizes.norms_heads:
+            q, k = (x.view(n.shape[0], -1, head_dim) for x in (q, k))
         q, k = self._norm(q, f"{name}.q_norm.weight"), self._norm(k, f"{name}.k_norm.weight")
+        if (limit := self.sizes.clip_qkv) is not None:
+            q, k, v = (x.clamp_(-limit, limit) for x in (q, k, v))
+        q, k, v = (x.view(n.shape[0], -1, head_dim) for x in (q, k, v))
         return self._round(rotate(q, cos, sin)), self._round(rotate(k, cos, sin)), v
 
     def _append(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, pool: KVPool) -> None:

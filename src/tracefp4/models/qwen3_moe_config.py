@@ -1,8 +1,7 @@
-"""What the engine needs to know of a Qwen3-MoE checkpoint: sizes and tensor names, with everything
+"""What the engine needs to know of a Qwen3-MoE or OLMoE checkpoint: sizes and tensor names, with everything
 unsupported refused.
 
-The source is a transformers `Qwen3MoeConfig`; only its attributes are read, so transformers is not imported
-here.
+The source is a transformers config; only its attributes are read, so transformers is not imported here.
 """
 
 from __future__ import annotations
@@ -10,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tracefp4.errors import ConfigError
+from tracefp4.formats.arithmetic import round_bf16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,10 @@ class Qwen3MoeSizes:
     """True if the head is the embedding matrix."""
     dense_layers: frozenset[int]
     """Layers with a dense MLP instead of experts."""
+    norms_heads: bool = True
+    """True if queries and keys are normed head by head, False if over the whole projection (OLMoE)."""
+    clip_qkv: float | None = None
+    """Limit that q, k and v are clipped to, before heads are rotated; None: none (OLMoE)."""
 
     @property
     def rotary_dim(self) -> int:
@@ -79,8 +85,8 @@ class Qwen3MoeSizes:
             "self_attn.k_proj.weight": (kv, hidden),
             "self_attn.v_proj.weight": (kv, hidden),
             "self_attn.o_proj.weight": (hidden, query),
-            "self_attn.q_norm.weight": (self.head_dim,),
-            "self_attn.k_norm.weight": (self.head_dim,),
+            "self_attn.q_norm.weight": (self.head_dim if self.norms_heads else query,),
+            "self_attn.k_norm.weight": (self.head_dim if self.norms_heads else kv,),
             "post_attention_layernorm.weight": (hidden,),
         }
         if layer in self.dense_layers:
@@ -97,16 +103,14 @@ class Qwen3MoeSizes:
 
 
 def read_sizes(config: Any) -> Qwen3MoeSizes:
-    """Read a transformers Qwen3MoeConfig.
+    """Read a transformers Qwen3MoeConfig or OlmoeConfig.
 
-    Raises: ConfigError for another architecture, a rope type other than `default`, sliding windows,
-        attention biases or an activation other than silu: each would make the engine compute another
-        function than the trainer.
+    Raises: ConfigError for another architecture, a rope type other than `default`, sliding windows, attention biases,
+        an activation other than silu, or a limit of q, k and v that is no bf16 number: each would make the engine
+        compute another function than the trainer.
     """
     _refuse_unsupported(config)
-    dense = set(config.mlp_only_layers or ())
-    step = config.decoder_sparse_step
-    dense |= {n for n in range(config.num_hidden_layers) if config.num_experts == 0 or (n + 1) % step}
+    is_olmoe = config.model_type == "olmoe"
     return Qwen3MoeSizes(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -115,26 +119,38 @@ def read_sizes(config: Any) -> Qwen3MoeSizes:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
-        expert_size=config.moe_intermediate_size,
+        expert_size=config.intermediate_size if is_olmoe else config.moe_intermediate_size,
         dense_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         norm_epsilon=config.rms_norm_eps,
         rope_theta=float(config.rope_parameters["rope_theta"]),
         renormalizes=bool(config.norm_topk_prob),
         ties_embeddings=bool(config.tie_word_embeddings),
-        dense_layers=frozenset(dense),
+        dense_layers=frozenset() if is_olmoe else _dense_layers(config),
+        norms_heads=not is_olmoe,
+        clip_qkv=config.clip_qkv if is_olmoe else None,
     )
+
+
+def _dense_layers(config: Any) -> frozenset[int]:
+    """Layers of a Qwen3-MoE without experts."""
+    step = config.decoder_sparse_step
+    dense = {n for n in range(config.num_hidden_layers) if config.num_experts == 0 or (n + 1) % step}
+    return frozenset(dense | set(config.mlp_only_layers or ()))
 
 
 def _refuse_unsupported(config: Any) -> None:
     rope = config.rope_parameters or {}
     window = config.sliding_window if getattr(config, "use_sliding_window", False) else None
+    model_type = "olmoe" if config.model_type == "olmoe" else "qwen3_moe"
+    clip = getattr(config, "clip_qkv", None)
     for name, found, allowed in (
-        ("model_type", config.model_type, "qwen3_moe"),
+        ("model_type", config.model_type, model_type),
         ("rope_parameters['rope_type']", rope.get("rope_type", "default"), "default"),
         ("sliding_window", window, None),
         ("attention_bias", bool(config.attention_bias), False),
         ("hidden_act", config.hidden_act, "silu"),
+        ("clip_qkv", clip, clip if clip is None else float(round_bf16(torch.tensor(clip, device="cpu")))),
     ):
         if found != allowed:
             raise ConfigError(

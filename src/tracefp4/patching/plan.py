@@ -24,7 +24,7 @@ from tracefp4.patching.budget import check_block
 from tracefp4.patching.rules import AUTO, ModuleDecision, PlanRules, decide, guided_layers
 from tracefp4.patching.schemes import can_follow, check_codec, check_recordable, part_scheme
 
-SUPPORTED_ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+SUPPORTED_ARCHITECTURES = ("Qwen3MoeForCausalLM", "OlmoeForCausalLM")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +182,7 @@ def plan(model: nn.Module, rules: PlanRules) -> Plan:
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
             f"plan: {architecture} is not a supported mixture-of-experts model; supported: "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}. Pass a checkpoint of the Qwen3-MoE family."
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}. Pass a checkpoint of one of these."
         )
     check_adapters(model)
     config: Any = model.config
@@ -261,7 +261,10 @@ def _guided(layers: tuple[LayerPrecision, ...], rules: PlanRules) -> tuple[Site,
 
 def _check_dimensions(config: Any, layers: tuple[LayerPrecision, ...]) -> None:
     """Refuse a width that a scheme's block does not divide, naming the modules."""
-    inner = {"hidden_size": config.hidden_size, "moe_intermediate_size": config.moe_intermediate_size}
+    # OLMoE calls the inner width of an expert as others do that of a dense MLP, and names no head dim
+    name = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    inner = {"hidden_size": config.hidden_size, name: getattr(config, name)}
     for i, layer in enumerate(layers):
         for scheme in (layer.activation, layer.weight):
             if scheme is not None:
@@ -270,4 +273,4 @@ def _check_dimensions(config: Any, layers: tuple[LayerPrecision, ...]) -> None:
                 )
         if layer.kv is not None:
             module = f"model.layers.{i}.self_attn.kv_cache ({layer.kv.name})"
-            check_block({"head_dim": config.head_dim}, block=layer.kv.block_size, module=module)
+            check_block({"head_dim": head_dim}, block=layer.kv.block_size, module=module)

@@ -71,7 +71,7 @@ def emulate_bf16(model: nn.Module, *, arithmetic: Arithmetic) -> list[Undo]:
     """Install the router and, if `arithmetic` emulates bf16, every rounding hook; return what undoes it.
 
     Args:
-        model: a transformers Qwen3-MoE causal LM.
+        model: a transformers Qwen3-MoE or OLMoE causal LM.
         arithmetic: EMULATED or CONTROL round at module outputs; NATIVE leaves everything but the router.
 
     Returns:
