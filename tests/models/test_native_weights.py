@@ -54,10 +54,10 @@ def test_no_copy_of_quantized_experts_is_kept():
 
 
 def test_bytes_of_a_checkpoint_are_moved_and_never_quantized_again():
-    # scale bytes that no quantization makes: those of another rule, one binade up
+    # other codes than those before, under scale bytes that no quantization makes: one binade up
     model = tiny_model()
     state = dict(model.state_dict())
-    given = quantized(state)
+    given = quantized({name: tensor.flip(-1) for name, tensor in state.items()})
     for part in given:
         part.block_scales.add_(8)
     weights = make(model, fp4(), NATIVE).weights
