@@ -36,6 +36,8 @@ def test_there_and_back_changes_no_byte(kind, head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_a_word_is_the_fragment_of_its_lane(head_dim):
+    # Codes of a half word, by the bits that hold sign and magnitude from the highest on.
+    bits_of_code = ((0, 6, 5, 4), (7, 3, 2, 1), (8, 14, 13, 12), (15, 11, 10, 9))
     # Fragments as in the PTX manual, element by element: a0 rows g, a1 rows g + 8, a2 and a3 the same 8 columns later.
     pages = random_pages(heads=1, frames=1, page_size=16, head_dim=head_dim)
     codes, scales = pages.codes()[0, 0], pages.block_scales[0, 0]
@@ -49,7 +51,11 @@ def test_a_word_is_the_fragment_of_its_lane(head_dim):
             for lane in range(32):
                 g, j = divmod(lane, 4)
                 word = int(words[block // 4, lane, block % 4]) & 0xFFFFFFFF
-                nibbles = [word >> 4 * n & 15 for n in range(8)]  # the upper half holds the odd columns
+                nibbles = [  # the upper half holds the odd columns
+                    int("".join(str(word >> 16 * upper + bit & 1) for bit in bits), 2)
+                    for upper in (0, 1)
+                    for bits in bits_of_code
+                ]
                 order = (0, 2, 1, 3) if kind == "k" else (0, 1, 2, 3)
                 for n, fragment in enumerate(order):
                     row, column = g + 8 * (fragment % 2), 2 * j + 8 * (fragment // 2)

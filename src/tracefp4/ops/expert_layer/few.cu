@@ -1,7 +1,7 @@
 /* Products of experts with few tokens each: time goes to the bytes of the weights, so every warp of a block reads its own
  * part of K, with STAGES groups of columns of weights and tokens in flight, and the parts are added in the order of the warps.
  *
- * Defines: those of fragments.cuh; WARPS; STAGES. */
+ * Defines: those of fragments.cuh; WARPS; MIN_BLOCKS; STAGES. */
 
 #include "fragments.cuh"
 
@@ -110,7 +110,7 @@ DEVICE void find_sources(const uint16_t *(&source)[MT], const uint16_t *x, const
 }
 
 /* h[pair] = R(R(silu(g)) u) with (g, u) = R(W13 x[pair / top_k]); `width` rows each of gate and up. */
-KERNEL __launch_bounds__(WARPS * 32) gate_up_few(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
+KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) gate_up_few(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
                                                  const uint16_t *x, const int *order, const int *offsets,
                                                  const int *tiles, int groups, int width, int top_k, uint16_t *h) {
     SHARED float shared[WARPS][ROWS][COLUMNS + 1];
@@ -132,7 +132,7 @@ KERNEL __launch_bounds__(WARPS * 32) gate_up_few(const uint4 *words, const uint1
 }
 
 /* y[pair] = R(W2 h[pair]), `width` rows. */
-KERNEL __launch_bounds__(WARPS * 32) down_few(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
+KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) down_few(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
                                               const uint16_t *h, const int *order, const int *offsets, const int *tiles,
                                               int groups, int width, uint16_t *y) {
     SHARED float shared[WARPS][ROWS][COLUMNS + 1];

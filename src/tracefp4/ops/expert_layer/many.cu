@@ -2,7 +2,7 @@
  * registers, for 8 MT tokens. Activations, which all warps read, and each warp's weights are copied to shared memory
  * asynchronously, STAGES groups of columns deep; registers are left to the sums.
  *
- * Defines: those of fragments.cuh; WARPS; STAGES, at least 2. */
+ * Defines: those of fragments.cuh; WARPS; MIN_BLOCKS; STAGES, at least 2. */
 
 #include "fragments.cuh"
 
@@ -108,7 +108,7 @@ DEVICE void store_tile(const float (&value)[4], const struct routes &routes, con
 }
 
 /* As gate_up_few. */
-KERNEL __launch_bounds__(WARPS * 32) gate_up_many(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
+KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) gate_up_many(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
                                                   const uint16_t *x, const int *order, const int *offsets,
                                                   const int *tiles, int groups, int width, int top_k, uint16_t *h) {
     DYNAMIC_SHARED(unsigned char, shared);
@@ -131,7 +131,7 @@ KERNEL __launch_bounds__(WARPS * 32) gate_up_many(const uint4 *words, const uint
 }
 
 /* As down_few. */
-KERNEL __launch_bounds__(WARPS * 32) down_many(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
+KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) down_many(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
                                                const uint16_t *h, const int *order, const int *offsets,
                                                const int *tiles, int groups, int width, uint16_t *y) {
     DYNAMIC_SHARED(unsigned char, shared);

@@ -15,6 +15,9 @@ struct pages {
     int order, num_slots, num_blocks;
 };
 
+/* The bits of four bytes of two codes in their places; the definition is formats/fragments.py. */
+DEVICE uint32_t spread(uint32_t four) { return (four & 0x80808080) | (four << 4 & 0x70707070) | (four >> 3 & 0x0F0F0F0F); }
+
 /* Write a block of one head at a slot, if it has one: codes 0..7 in x, 8..15 in y, the first in the lowest bits. */
 DEVICE void put_block(const struct pages &pages, int head, int64_t slot, int block, uint2 codes, uint32_t scale) {
     if (slot < 0) return;
@@ -27,8 +30,8 @@ DEVICE void put_block(const struct pages &pages, int head, int64_t slot, int blo
         return;
     }
     /* bytes of codes c and c + 8, c even and c odd */
-    uint32_t even = (codes.x & 0x0F0F0F0F) | (codes.y & 0x0F0F0F0F) << 4;
-    uint32_t odd = (codes.x >> 4 & 0x0F0F0F0F) | (codes.y & 0xF0F0F0F0);
+    uint32_t even = spread((codes.x & 0x0F0F0F0F) | (codes.y & 0x0F0F0F0F) << 4);
+    uint32_t odd = spread((codes.x >> 4 & 0x0F0F0F0F) | (codes.y & 0xF0F0F0F0));
     uint8_t *chunk = packed + block / 4 * 512 + block % 4 * 4 + upper;
     for (int c = 0; c < 8; c++) {
         uint8_t byte = (uint8_t)((c % 2 ? odd : even) >> 8 * (c / 2));

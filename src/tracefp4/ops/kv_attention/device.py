@@ -90,7 +90,8 @@ def attend_on_device(
     defines = case_of(queries, pages, rounds_probabilities).defines
     tiles = (num_seqs * num_kv, -(-num_columns // (8 * int(defines["NT"]))))
     num_splits = -(-page_table.shape[1] * page_size // SPLIT_TOKENS)
-    block_splits = max(1, min(num_splits, tiles[0] * tiles[1] * num_splits // enough_blocks))
+    most_splits = max(1, min(num_splits, tiles[0] * tiles[1] * num_splits // enough_blocks))
+    block_splits = -(-num_splits // -(-num_splits // most_splits))  # as even as can be
     partial = sums = None
     if block_splits < num_splits:
         size = (num_seqs * num_kv, num_splits, num_columns)
@@ -272,7 +273,7 @@ def sample_pages(
         return BlockTensor(packed=codes, block_scales=scales, outer=outer, scheme=NVFP4_KV)
 
     keys, values = to_fragments(drawn(-1), "k"), to_fragments(drawn(-3), "v")
-    without_signs = replace(values, packed=values.packed & 0x77)
+    without_signs = replace(values, packed=values.packed & 0x7E)  # signs are the outer bits
     return LayerPages(keys=keys, values=values), LayerPages(keys=keys, values=without_signs)
 
 

@@ -64,11 +64,14 @@ DEVICE void copy_tile(uint8_t *to, const struct pages &pages, uint32_t tile, int
                    pages.scales + (uint64_t)tile * SCALE_BYTES, 1);
 }
 
-/* Nibble n of both halves as two fp16, times 2^-14. */
-DEVICE uint32_t nibble_pair(uint32_t word, int n) {
-    uint32_t sign = n == 0 ? word << 12 : n == 1 ? word << 8 : n == 2 ? word << 4 : word;
-    uint32_t magnitude = n == 0 ? word << 9 : n == 1 ? word << 5 : n == 2 ? word << 1 : word >> 3;
-    return (sign & 0x80008000u) | (magnitude & 0x0E000E00u);
+/* Code n of both halves as two fp16, times 2^-14. Bits of a half from the highest: s3 m2 m2 m2 m3 m3 m3 s2, and the same of
+ * codes 1 and 0: 3 and 1 are in their places but for a shift, of 2 and 0 sign and magnitude are moved apart. */
+DEVICE uint32_t code_pair(uint32_t word, int n) {
+    const uint32_t SIGN = 0x80008000u, MAGNITUDE = 0x0E000E00u;
+    if (n == 3) return word & (SIGN | MAGNITUDE);
+    if (n == 1) return word << 8 & (SIGN | MAGNITUDE);
+    if (n == 2) return (word << 7 & SIGN) | (word >> 3 & MAGNITUDE);
+    return (word << 15 & SIGN) | (word << 5 & MAGNITUDE);
 }
 
 DEVICE uint32_t word_of(uint4 four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
@@ -88,10 +91,10 @@ template <class Use> DEVICE void for_keys(const uint8_t *part, int lane, Use use
                 uint32_t word = word_of(four, c);
                 uint32_t two = f16x2_of_e4m3x2((c < 2 ? bytes.x : bytes.y) >> 16 * (c % 2) & 0xFFFF);
                 uint32_t of_g = __byte_perm(two, two, 0x1010), of_g_8 = __byte_perm(two, two, 0x3232);
-                a[0] = mul_f16x2(nibble_pair(word, 0), of_g);
-                a[1] = mul_f16x2(nibble_pair(word, 2), of_g_8);
-                a[2] = mul_f16x2(nibble_pair(word, 1), of_g);
-                a[3] = mul_f16x2(nibble_pair(word, 3), of_g_8);
+                a[0] = mul_f16x2(code_pair(word, 0), of_g);
+                a[1] = mul_f16x2(code_pair(word, 2), of_g_8);
+                a[2] = mul_f16x2(code_pair(word, 1), of_g);
+                a[3] = mul_f16x2(code_pair(word, 3), of_g_8);
                 use(4 * u + c, a);
             }
         }
@@ -118,10 +121,10 @@ template <class Use> DEVICE void for_values(const uint8_t *part, int lane, Use u
             for (int c = 0; c < 4; c++) {
                 uint32_t word = word_of(four, c), scale = word_of(bytes, c);
                 uint32_t first = f16x2_of_e4m3x2(scale & 0xFFFF), second = f16x2_of_e4m3x2(scale >> 16);
-                a[0] = mul_f16x2(nibble_pair(word, 0), first);
-                a[1] = mul_f16x2(nibble_pair(word, 1), first);
-                a[2] = mul_f16x2(nibble_pair(word, 2), second);
-                a[3] = mul_f16x2(nibble_pair(word, 3), second);
+                a[0] = mul_f16x2(code_pair(word, 0), first);
+                a[1] = mul_f16x2(code_pair(word, 1), first);
+                a[2] = mul_f16x2(code_pair(word, 2), second);
+                a[3] = mul_f16x2(code_pair(word, 3), second);
                 use(4 * u + c, a);
             }
         }
