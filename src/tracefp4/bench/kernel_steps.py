@@ -131,7 +131,7 @@ def check_attention(got: Tensor, queries: Tensor, pages: LayerPages, where: Wher
     """Compare the first sequence with float64 attention over the dequantized pages."""
     values = pages.values
     assert isinstance(values, FragmentPages)
-    magnitudes = LayerPages(keys=pages.keys, values=replace(values, packed=values.packed & 0x77))
+    magnitudes = LayerPages(keys=pages.keys, values=replace(values, packed=values.packed & 0x7E))
     first = Where(page_table=where["page_table"][:1], positions=where["positions"][:1])
     error = error_of(got[:1], queries[:1], (pages, magnitudes), first)
     return Check(error=error, allowed=ROUNDED, text="of the weighted magnitudes of V, from float64")

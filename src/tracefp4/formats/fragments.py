@@ -146,7 +146,7 @@ def paired(packed: Tensor) -> Tensor:
 
 
 def _together(packed: Tensor) -> Tensor:
-    """Put the bits of every byte that `paired` made back: the first code in the low nibble, the other in the high one."""
+    """Put the bits of every byte back: code c in the low nibble, code c + 8 in the high one."""
     return packed & 0x80 | packed << 3 & 0x78 | packed >> 4 & 0x07
 
 

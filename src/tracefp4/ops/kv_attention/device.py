@@ -29,8 +29,8 @@ SCOPE = (
 SPLIT_TOKENS = 1024
 """Tokens whose sums are kept apart: the same for every batch, so that no batch changes the order of additions."""
 _ENOUGH_BLOCKS = 2112
-"""Thread blocks that fill a large GPU four times over, four of them on a multiprocessor; beyond them, blocks take several
-splits each."""
+"""Thread blocks that fill a large GPU four times over, four on a multiprocessor; beyond them, blocks take several splits
+each."""
 _WARPS = 4
 _SHARED_BYTES = {True: 48 << 10, False: 96 << 10}
 """Shared memory for tiles on their way, for FP4 and for bf16: three or four blocks fit on a multiprocessor, or two."""
