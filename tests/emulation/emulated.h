@@ -270,6 +270,7 @@ static inline int __reduce_min_sync(uint32_t mask, int value) {
     for (int i = 0; i < 32; i++) smallest = (int)all[i][0] < smallest ? (int)all[i][0] : smallest;
     return smallest;
 }
+static inline int __reduce_max_sync(uint32_t mask, int value) { return -__reduce_min_sync(mask, -value); }
 static inline void __threadfence() {}
 static inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return (uint64_t)((unsigned __int128)a * b >> 64); }
 static inline int __popc(uint32_t x) { return __builtin_popcount(x); }
@@ -354,6 +355,8 @@ DEVICE uint32_t transpose_8x8(uint32_t x) {
     return low | (all[(column + 1) * 4 + row / 2][0] >> shift & 0xFFFF) << 16;
 }
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
+static inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
+DEVICE float reciprocal_fast(float x) { return 1.0f / x; }
 DEVICE void copy_async(void *shared, const void *global, int is_there) {
     if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16)
         emulation::stop("copies 16 bytes that are not aligned");

@@ -12,6 +12,7 @@ from tracefp4.ops.dequantize import dequantize
 from tracefp4.ops.device import comparing
 from tracefp4.ops.expert_layer import device as kernels
 from tracefp4.ops.expert_layer import expert_layer, refit
+from tracefp4.ops.expert_layer.routes import sort_pairs
 from tracefp4.ops.quantize import quantize
 
 pytestmark = [
@@ -63,9 +64,7 @@ def test_every_code_under_every_scale_is_exact(tiling, scheme):
         outer=torch.zeros(1 if scheme is NVFP4_TENSOR_POW2 else (), dtype=torch.int8, device=CUDA),
         scheme=scheme,
     )
-    routes = kernels._sort_pairs(
-        torch.zeros(64, 1, dtype=torch.int64, device=CUDA), 1, 8 * tiling.token_tiles
-    )
+    routes = sort_pairs(torch.zeros(64, 1, dtype=torch.int64, device=CUDA), 1, 8 * tiling.token_tiles)
     y = torch.empty(64, num_bytes, dtype=torch.bfloat16, device=CUDA)
     identity = torch.eye(64, device=CUDA)
     kernels._multiply("down", (identity.bfloat16(), routes, to_fragments(t)), tiling, (num_bytes, y))

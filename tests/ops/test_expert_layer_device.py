@@ -11,7 +11,10 @@ from tracefp4.formats.weight_fragments import empty_fragments, to_fragments
 from tracefp4.ops import nvrtc
 from tracefp4.ops.dequantize import dequantize
 from tracefp4.ops.expert_layer import device as kernels
+from tracefp4.ops.expert_layer import routes as routes_device
 from tracefp4.ops.expert_layer.device import Tiling, differences, refit_on_device, run_steps, tiling_of
+from tracefp4.ops.expert_layer.reference import round_rows
+from tracefp4.ops.expert_layer.routes import sort_pairs
 from tracefp4.ops.quantize import quantize
 
 ONE = Tiling("few", 1, 4, 2, 2)
@@ -114,7 +117,7 @@ def test_every_code_under_every_scale_is_exact(emulate, tiling, scheme):
         scheme=scheme,
     )
     ids = torch.zeros(64, 1, dtype=torch.int64)
-    routes = kernels._sort_pairs(ids, 1, 8 * tiling.token_tiles)
+    routes = sort_pairs(ids, 1, 8 * tiling.token_tiles)
     y = torch.empty(64, num_bytes, dtype=torch.bfloat16)
     fragments = to_fragments(t)
     kernels._multiply("down", (torch.eye(64).bfloat16(), routes, fragments), tiling, (num_bytes, y))
@@ -128,7 +131,7 @@ def test_every_code_under_every_scale_is_exact(emulate, tiling, scheme):
 @pytest.mark.parametrize("tiling", [ONE, MANY], ids=str)
 def test_nothing_is_written_beyond_the_rows(emulate, tiling):
     w = to_fragments(quantize(torch.randn(1, 48, 64), scheme=NVFP4_TENSOR_POW2))
-    routes = kernels._sort_pairs(torch.zeros(3, 1, dtype=torch.int64), 1, 8 * tiling.token_tiles)
+    routes = sort_pairs(torch.zeros(3, 1, dtype=torch.int64), 1, 8 * tiling.token_tiles)
     y = torch.full((9, 48), 7.0).bfloat16()
     kernels._multiply("down", (torch.zeros(3, 64).bfloat16(), routes, w), tiling, (48, y))
     assert not y[:3].any() and (y[3:] == 7.0).all()
@@ -140,13 +143,13 @@ def test_nothing_is_written_beyond_the_rows(emulate, tiling):
 def test_lists_are_a_stable_sort(emulate, monkeypatch, num_experts, order, num_tokens, num_chunks):
     """In one chunk, in chunks as long as usual, and in longer ones; some ids are no expert's."""
     emulate(order)
-    monkeypatch.setattr(kernels, "_MAX_CHUNKS", num_chunks)
+    monkeypatch.setattr(routes_device, "_MAX_CHUNKS", num_chunks)
     torch.manual_seed(order)
     ids = torch.randint(0, num_experts, (num_tokens, 2)).clamp(max=num_experts // 2 + 1)
     ids[ids == 2] = 3
     ids = ids.clamp(max=num_experts - 1)
     ids[num_tokens // 3 :: 7, 0], ids[num_tokens // 2 :: 9, 1] = -1, num_experts
-    order, offsets, tiles = kernels._sort_pairs(ids, num_experts, 16)
+    order, offsets, tiles = sort_pairs(ids, num_experts, 16)
     is_routed = (ids >= 0) & (ids < num_experts)
     wanted_ids, wanted = torch.sort(ids.where(is_routed, num_experts).reshape(-1), stable=True)
     num_routed = int(is_routed.sum())
@@ -158,6 +161,23 @@ def test_lists_are_a_stable_sort(emulate, monkeypatch, num_experts, order, num_t
     ]
     used = tiles[: len(starts)]
     assert used.tolist() == starts and (tiles[len(starts) :, 0] == -1).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "static"])
+def test_many_rows_are_rounded_as_few(emulate, name):
+    """A thread holds several blocks; the widest row has more than all threads hold."""
+    torch.manual_seed(0)
+    for order, (num_rows, width) in enumerate([(3, 96), (2, 1120), (1, 33_024), (0, 64)]):
+        emulate(order)
+        x = (torch.randn(num_rows, width) * 2.0 ** torch.randint(-20, 20, (num_rows, 1))).bfloat16()
+        wanted = round_rows(x, PRECISIONS[name], "x")
+        for many in (False, True):
+            got = kernels._round_rows(x, PRECISIONS[name], "x", True, many)
+            assert torch.equal(got.values[:, :width].float(), wanted.values)
+            assert not got.values[:, width:].any()
+            for part in ("packed", "block_scales", "outer"):
+                assert torch.equal(getattr(got.block_tensor, part), getattr(wanted.block_tensor, part))
 
 
 def test_there_is_room_for_the_tiles_of_any_routing():

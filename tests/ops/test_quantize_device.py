@@ -40,8 +40,21 @@ def assert_same(got, wanted):
 
 @needs_compiler
 @pytest.mark.parametrize("scheme", OURS, ids=lambda s: s.name)
-@pytest.mark.parametrize("shape", [(3, 64), (2, 2, 544), (0, 32), (1, 8736)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 64), (2, 2, 544), (0, 32), (1, 8736), (1, 33_024)], ids=str)
 def test_bytes_are_those_of_the_reference(emulator, scheme, shape):
+    check_bytes(emulator, scheme, shape)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [(3, 64), (2, 1328), (1, 33_024)], ids=str)
+def test_bytes_where_rows_are_many(emulator, monkeypatch, shape):
+    """A thread holds several blocks; the widest row has more than all threads hold."""
+    monkeypatch.setattr(quantize_device, "_MANY_WARPS", 0)
+    check_bytes(emulator, NVFP4_ROW_POW2, shape)
+    assert emulator.launches["quantize_many"] == 1
+
+
+def check_bytes(emulator, scheme, shape):
     torch.manual_seed(0)
     exponent = -3 if scheme.outer == "static" else None
     x = torch.randn(shape).bfloat16() * 2.0 ** torch.randint(-20, 20, (*shape[:-1], 1))
@@ -89,14 +102,12 @@ def test_an_unaligned_or_strided_operand_is_read_right(emulator):
 
 @needs_compiler
 def test_nothing_is_written_beyond_the_end(emulator):
-    x, rows, width = torch.randn(3, 64).bfloat16(), 3, 64
+    x = torch.randn(3, 64).bfloat16()
     scales, packed = torch.full((64,), 0xEE, dtype=torch.uint8), torch.full((512,), 0xEE, dtype=torch.uint8)
     outer = torch.zeros((), dtype=torch.int8)
     launch = Launch("quantize_blocks", (1,), 32, case_of(x, NVFP4_KV).defines)
     poison = torch.cat([x.flatten(), torch.ones(20 * 64).bfloat16()])  # there is something to read
-    quantize_device.LIBRARY.launch(
-        launch, poison, rows, width, rows, outer, 0, scales, packed, device=x.device
-    )
+    quantize_device.LIBRARY.launch(launch, poison, 12, 12, outer, 0, scales, packed, device=x.device)
     assert scales[12:].unique().tolist() == [0xEE] and packed[96:].unique().tolist() == [0xEE]
     assert torch.equal(packed[:96].view(3, 32), quantize_reference(x, NVFP4_KV, 0).packed)
 

@@ -1,61 +1,76 @@
-/* A row of bf16 in the registers of a thread block, for kernels that compute it and may quantize it: thread t holds blocks
- * t, t + threads, ... of the scheme. Same bytes as quantize.
+/* A row of bf16 in the registers of a thread block, for kernels that compute it and may quantize it: thread t holds eights
+ * t, t + threads, ... of its elements, and neighbouring lanes share a block of the scheme. Same bytes as quantize.
  *
- * Defines: those of blocks.cuh; OUTER_OF_ROW, 1 where each row finds its own outer scale; PARTS, blocks of a thread. */
+ * Defines: those of blocks.cuh; OUTER_OF_ROW, 1 where each row finds its own outer scale; PARTS, eights of a thread. */
 
 #ifndef TRACEFP4_BF16_ROWS_CUH
 #define TRACEFP4_BF16_ROWS_CUH
 
 #include "blocks.cuh"
 
-struct row {
-    struct values part[PARTS];
+enum { TEAM = BLOCK / 8 /* lanes that share a block */ };
+
+struct eight {
+    uint32_t word[4];
 };
 
-DEVICE int num_blocks_of(int width) { return width / BLOCK; }
+struct row {
+    struct eight part[PARTS];
+};
 
-/* The block that this thread holds as part p. */
-DEVICE int block_of(int p) { return (int)threadIdx.x + p * (int)blockDim.x; }
+DEVICE int num_eights_of(int width) { return width / 8; }
 
-/* A block of something that all rows read: it should stay in the caches. */
-DEVICE struct values load_shared_block(const void *x, int64_t block) {
-    struct values values;
-    const uint4 *at = static_cast<const uint4 *>(x) + block * (WORDS / 4);
-    for (int q = 0; q < WORDS / 4; q++) {
-        uint4 four = at[q];
-        values.word[4 * q] = four.x;
-        values.word[4 * q + 1] = four.y;
-        values.word[4 * q + 2] = four.z;
-        values.word[4 * q + 3] = four.w;
-    }
-    return values;
+/* Where part p of this thread lies in its row. */
+DEVICE int eight_of(int p) { return (int)threadIdx.x + p * (int)blockDim.x; }
+
+DEVICE struct eight eight_of_words(uint4 four) {
+    struct eight eight = {{four.x, four.y, four.z, four.w}};
+    return eight;
 }
 
-DEVICE void store_values(const struct values &values, void *x, int64_t block) {
-    uint4 *to = static_cast<uint4 *>(x) + block * (WORDS / 4);
-    for (int q = 0; q < WORDS / 4; q++)
-        to[q] = make_uint4(values.word[4 * q], values.word[4 * q + 1], values.word[4 * q + 2], values.word[4 * q + 3]);
+DEVICE struct eight load_eight(const void *x, int64_t at) {
+    return eight_of_words(load_once(static_cast<const uint4 *>(x) + at));
 }
+
+/* Eight elements of something that all rows read: they should stay in the caches. */
+DEVICE struct eight load_shared_eight(const void *x, int64_t at) {
+    return eight_of_words(static_cast<const uint4 *>(x)[at]);
+}
+
+DEVICE void store_eight(const struct eight &eight, void *x, int64_t at) {
+    static_cast<uint4 *>(x)[at] = make_uint4(eight.word[0], eight.word[1], eight.word[2], eight.word[3]);
+}
+
+/* The larger of this lane's number and that of a lane of its team. */
+DEVICE int32_t most_of_two(int32_t mine, int with) { return most(mine, __shfl_xor_sync(FULL_MASK, mine, with)); }
 
 /* Quantize the row of this thread block. `stored` holds its values, written by the threads that hold them. */
 DEVICE void quantize_row(const struct row &row, int width, const void *stored, void *outer, uint8_t *block_scales,
                          uint8_t *packed) {
-    int num_blocks = num_blocks_of(width);
-    int64_t first = (int64_t)blockIdx.x * num_blocks;
+    int num_eights = num_eights_of(width);
+    int64_t first = (int64_t)blockIdx.x * num_eights;
+    int32_t amax_bits[PARTS], largest = 0;
+    for (int p = 0; p < PARTS; p++) {
+        int32_t of_sixteen = most_of_two(eight_of(p) < num_eights ? amax_of(row.part[p].word, 8) : 0, 1);
+        largest = most(largest, of_sixteen < INF_BITS ? of_sixteen : 0);
+        amax_bits[p] = TEAM == 4 ? most_of_two(of_sixteen, 2) : of_sixteen;
+    }
+    struct outer scale;
     if (OUTER_OF_ROW) {
-        int32_t largest = 0;
-        for (int p = 0; p < PARTS; p++)
-            if (block_of(p) < num_blocks) largest = most(largest, finite_amax(row.part[p]));
         float amax = float_of((uint32_t)most_of_block(largest));
         if (threadIdx.x == 0) write_outer(&RULES, amax, outer, blockIdx.x);
-        __syncthreads();
+        scale = outer_of_amax(amax);
+    } else {
+        scale = read_outer(&RULES, outer, 0);
     }
-    struct outer scale = read_outer(&RULES, outer, OUTER_OF_ROW ? blockIdx.x : 0);
-    for (int p = 0; p < PARTS; p++)
-        if (block_of(p) < num_blocks) {
-            int64_t at = first + block_of(p);
-            store_block(encode(row.part[p], stored, at, scale, nullptr), at, block_scales, packed);
-        }
+    if (RULES.candidates != SIX) __syncwarp(); /* candidates are compared on what the team has stored */
+    for (int p = 0; p < PARTS; p++) {
+        int64_t at = first + eight_of(p);
+        if (eight_of(p) >= num_eights) continue;
+        struct grid grid = grid_of(amax_bits[p], scale_byte_of(amax_bits[p], stored, at / TEAM, scale), scale);
+        reinterpret_cast<uint32_t *>(packed)[at] = rounded_to(grid, row.part[p].word);
+        if (at % TEAM == 0) block_scales[at / TEAM] = (uint8_t)grid.byte;
+    }
 }
 
 #endif

@@ -18,7 +18,7 @@ enum { BLOCK = RULES.block };
  * elements then share every instruction. */
 constexpr bool IS_PACKED = INPUT == BFLOAT16 && (RULES.order == POW2 || RULES.order == MX) &&
                            RULES.candidates == SIX && RULES.tie == TO_EVEN && RULES.zero == KEPT;
-enum { WORDS = INPUT == FLOAT32 ? BLOCK : BLOCK / 2 };
+enum { WORDS = INPUT == FLOAT32 ? BLOCK : BLOCK / 2, WORDS_OF_EIGHT = 8 * WORDS / BLOCK };
 
 /* One block of the scheme as it lies in memory. */
 struct values {
@@ -38,44 +38,46 @@ DEVICE struct values load_block(const void *x, int64_t block) {
     return values;
 }
 
-/* The bits of element j, widened to float32. */
-DEVICE uint32_t bits_at(const struct values &values, int j) {
-    if (INPUT == FLOAT32) return values.word[j];
-    uint16_t half = (uint16_t)(values.word[j / 2] >> 16 * (j % 2));
+/* The bits of element j of words, widened to float32. */
+DEVICE uint32_t bits_at(const uint32_t *word, int j) {
+    if (INPUT == FLOAT32) return word[j];
+    uint16_t half = (uint16_t)(word[j / 2] >> 16 * (j % 2));
     return load_bits(&half, INPUT, 0);
 }
 
-/* The magnitude bits of the largest of the n elements from `from` on. */
-DEVICE int32_t amax_of(const struct values &values, int from, int n) {
+/* The magnitude bits of the largest of the first n elements of words. */
+DEVICE int32_t amax_of(const uint32_t *word, int n) {
     if (INPUT == BFLOAT16) {
         uint32_t largest = 0;
-        for (int p = from / 2; p < (from + n) / 2; p++) largest = most_u16x2(largest, values.word[p] & 0x7FFF7FFF);
+        for (int p = 0; p < n / 2; p++) largest = most_u16x2(largest, word[p] & 0x7FFF7FFF);
         return most((int32_t)(largest << 16), (int32_t)(largest & 0x7FFF0000));
     }
     int32_t largest = 0;
-    for (int j = from; j < from + n; j++) largest = most(largest, (int32_t)(bits_at(values, j) & MAGNITUDE_BITS));
+    for (int j = 0; j < n; j++) largest = most(largest, (int32_t)(bits_at(word, j) & MAGNITUDE_BITS));
     return largest;
 }
+
+DEVICE int32_t amax_of(const struct values &values) { return amax_of(values.word, BLOCK); }
 
 /* The largest among the finite blocks of 16. */
 DEVICE int32_t finite_amax(const struct values &values) {
     int32_t largest = 0;
     for (int from = 0; from < BLOCK; from += 16) {
-        int32_t amax = amax_of(values, from, 16);
+        int32_t amax = amax_of(values.word + from / 8 * WORDS_OF_EIGHT, 16);
         largest = most(largest, amax < INF_BITS ? amax : 0);
     }
     return largest;
 }
 
-/* Eight codes from element `from` on, two elements at a time. The count of midpoints below an element is kept as the
+/* Eight codes, two elements at a time. The count of midpoints below an element is kept as the
  * bf16 number 128 + n, whose low bits are n. */
-DEVICE uint32_t packed_codes(const struct values &values, int from, float decode_scale) {
+DEVICE uint32_t packed_codes(const uint32_t *word, float decode_scale) {
     const float midpoint[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
     uint32_t limit[7], byte[4];
     for (int i = 0; i < 7; i++) limit[i] = bits_of(midpoint[i] * decode_scale) >> 16;
     for (int i = 0; i < 7; i++) limit[i] |= limit[i] << 16;
     for (int p = 0; p < 4; p++) {
-        uint32_t pair = values.word[from / 2 + p], magnitude = pair & 0x7FFF7FFF, count = 0x43004300;
+        uint32_t pair = word[p], magnitude = pair & 0x7FFF7FFF, count = 0x43004300;
         for (int i = 0; i < 7; i++)
             count = add_bf16x2(count, i % 2 ? at_least_bf16x2(magnitude, limit[i]) : above_bf16x2(magnitude, limit[i]));
         uint32_t codes = (count & 0x00070007) | (pair >> 12 & 0x00080008);
@@ -84,17 +86,17 @@ DEVICE uint32_t packed_codes(const struct values &values, int from, float decode
     return __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
 }
 
-/* Eight codes from element `from` on, under any scheme. */
-DEVICE uint32_t codes_of(const struct values &values, int from, float factor) {
-    uint32_t word = 0;
+/* Eight codes, under any scheme. */
+DEVICE uint32_t codes_of(const uint32_t *word, float factor) {
+    uint32_t codes = 0;
     for (int j = 0; j < 8; j++) {
-        uint32_t bits = bits_at(values, from + j), magnitude_bits = bits & MAGNITUDE_BITS, sign = bits >> 31 << 3;
+        uint32_t bits = bits_at(word, j), magnitude_bits = bits & MAGNITUDE_BITS, sign = bits >> 31 << 3;
         float magnitude = float_of(magnitude_bits);
         float z = multiplies((enum order)RULES.order) ? magnitude * factor : magnitude / factor;
         if (RULES.zero != KEPT) sign = choose(magnitude_bits == 0, RULES.zero == NEGATIVE ? 8 : 0, sign);
-        word |= ((uint32_t)magnitude_code(z, (enum tie)RULES.tie) | sign) << 4 * j;
+        codes |= ((uint32_t)magnitude_code(z, (enum tie)RULES.tie) | sign) << 4 * j;
     }
-    return word;
+    return codes;
 }
 
 /* What a block becomes. */
@@ -120,22 +122,40 @@ DEVICE uint32_t scale_byte_of(int32_t amax_bits, const void *x, int64_t block, s
     return byte[0];
 }
 
-/* Round a block under a scale byte. One that is not finite takes the NaN byte and codes 0. */
+/* What the elements of a block are rounded under. One that is not finite takes the NaN byte and codes 0. */
+struct grid {
+    uint32_t byte, keep;
+    float decode_scale, factor;
+};
+
+DEVICE struct grid grid_of(int32_t amax_bits, uint32_t byte, struct outer outer) {
+    struct grid grid;
+    float unit;
+    grid.byte = choose(amax_bits < INF_BITS, byte, RULES.order == MX ? 0xFF : NAN_BYTE);
+    grid.keep = amax_bits < INF_BITS ? 0xFFFFFFFF : 0;
+    decode_bytes(&RULES, 1, &grid.byte, outer, &unit, &grid.decode_scale, &grid.factor);
+    return grid;
+}
+
+/* Eight codes. */
+DEVICE uint32_t rounded_to(const struct grid &grid, const uint32_t *word) {
+    return grid.keep & (IS_PACKED ? packed_codes(word, grid.factor) : codes_of(word, grid.factor));
+}
+
+/* Round a block under a scale byte. */
 DEVICE struct encoded encode_under(const struct values &values, int32_t amax_bits, uint32_t byte, struct outer outer) {
+    struct grid grid = grid_of(amax_bits, byte, outer);
     struct encoded encoded;
-    float unit, factor;
-    encoded.byte = choose(amax_bits < INF_BITS, byte, RULES.order == MX ? 0xFF : NAN_BYTE);
-    decode_bytes(&RULES, 1, &encoded.byte, outer, &unit, &encoded.decode_scale, &factor);
-    uint32_t keep = amax_bits < INF_BITS ? 0xFFFFFFFF : 0;
-    for (int w = 0; w < BLOCK / 8; w++)
-        encoded.word[w] = keep & (IS_PACKED ? packed_codes(values, 8 * w, factor) : codes_of(values, 8 * w, factor));
+    encoded.byte = grid.byte;
+    encoded.decode_scale = grid.decode_scale;
+    for (int w = 0; w < BLOCK / 8; w++) encoded.word[w] = rounded_to(grid, values.word + w * WORDS_OF_EIGHT);
     return encoded;
 }
 
 /* Choose the scale byte of a block unless it is given, and round. */
 DEVICE struct encoded encode(const struct values &values, const void *x, int64_t block, struct outer outer,
                              const uint8_t *given_scales) {
-    int32_t amax_bits = amax_of(values, 0, BLOCK);
+    int32_t amax_bits = amax_of(values);
     uint32_t byte = given_scales ? given_scales[block] : scale_byte_of(amax_bits, x, block, outer);
     return encode_under(values, amax_bits, byte, outer);
 }
@@ -149,12 +169,22 @@ DEVICE void store_block(const struct encoded &encoded, int64_t block, uint8_t *b
 /* The largest of one number per thread, in all of them. */
 DEVICE int32_t most_of_block(int32_t mine) {
     SHARED int32_t of_warp[32];
-    for (int with = 16; with; with /= 2) mine = most(mine, __shfl_xor_sync(FULL_MASK, mine, with));
+    mine = __reduce_max_sync(FULL_MASK, mine);
+    if (blockDim.x == WARP) return mine;
     if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = mine;
     __syncthreads();
-    int32_t largest = 0;
-    for (int w = 0; w < (int)blockDim.x / WARP; w++) largest = most(largest, of_warp[w]);
-    return largest;
+    int lane = (int)threadIdx.x % WARP, num_warps = (int)blockDim.x / WARP;
+    return __reduce_max_sync(FULL_MASK, lane < num_warps ? of_warp[lane] : mine);
+}
+
+/* The outer scale of values up to amax. */
+DEVICE struct outer outer_of_amax(float amax) {
+    union {
+        int8_t exponent;
+        float number;
+    } stored;
+    write_outer(&RULES, amax, &stored, 0);
+    return read_outer(&RULES, &stored, 0);
 }
 
 /* The largest magnitude of a row among its finite blocks of 16, in all threads of the block that takes the row. */

@@ -144,6 +144,13 @@ DEVICE void copy_async(void *shared, const void *global, int is_there) {
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int left> DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory"); }
 
+/* 1 / x, within one unit in the last place. */
+DEVICE float reciprocal_fast(float x) {
+    float r;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
 /* 16 bytes that are read once: they are the first to leave the caches. */
 DEVICE uint4 load_once(const uint4 *at) { return __ldcs(at); }
 

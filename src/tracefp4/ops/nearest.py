@@ -18,7 +18,7 @@ from tracefp4.formats.selection import select_block_scales
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops.rules import SchemeCase
 
-_WARP = 32
+_WARP, _EIGHT = 32, 8
 _MAX_THREADS = 512
 """Of a thread block, which takes a row."""
 
@@ -70,7 +70,7 @@ class RowsCase(NamedTuple):
     scheme: Scheme
     """Of the copy in FP4; the usual one where none is wanted."""
     parts: int
-    """Blocks of the scheme that a thread takes."""
+    """How often a thread takes eight elements."""
 
     @property
     def defines(self) -> dict[str, int | str]:
@@ -79,8 +79,8 @@ class RowsCase(NamedTuple):
         return SchemeCase(self.scheme, torch.bfloat16).defines | own
 
     def threads(self, width: int) -> int:
-        """Threads for a row: one for each of its blocks, if they are that many."""
-        return min(-(-width // (self.scheme.block_size * _WARP)) * _WARP, _MAX_THREADS)
+        """Threads for a row: one for every eight elements, if they are that many."""
+        return min(-(-width // (_EIGHT * _WARP)) * _WARP, _MAX_THREADS)
 
     def rule(self) -> tuple[Scheme, int | None]:
         """A rule under the scheme, for comparisons with the reference."""
@@ -88,15 +88,14 @@ class RowsCase(NamedTuple):
 
     def widened(self, x: Tensor) -> Tensor:
         """Return rows [N, K] repeated until they are wide enough for this case."""
-        least = ((self.parts - 1) * _MAX_THREADS + 1) * self.scheme.block_size
+        least = ((self.parts - 1) * _MAX_THREADS + 1) * _EIGHT
         return x.repeat(1, -(-least // x.shape[1]))
 
     def __str__(self) -> str:
-        return f"{self.scheme.name} with {self.parts} blocks a thread"
+        return f"{self.scheme.name} with {_EIGHT * self.parts} elements a thread"
 
 
 def rows_case(width: int, rule: tuple[Scheme, int | None] | None) -> RowsCase:
     """Return the case of rows of a width, rounded under a rule or not at all."""
     scheme = NVFP4_ROW_POW2 if rule is None else rule[0]
-    num_blocks = width // scheme.block_size
-    return RowsCase(scheme, max(1, -(-num_blocks // _MAX_THREADS)))
+    return RowsCase(scheme, max(1, -(-width // (_EIGHT * _MAX_THREADS))))

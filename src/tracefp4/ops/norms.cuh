@@ -1,5 +1,5 @@
 /* The factor of an RMS norm: 1 / sqrt(mean of squares + epsilon) in float64, rounded to float32. Squares of bf16 are exact
- * there, and sums so nearly that their order does not show in the factor. */
+ * there, and sums and the root so nearly that neither their order nor a last bit shows in the factor. */
 
 #ifndef TRACEFP4_NORMS_CUH
 #define TRACEFP4_NORMS_CUH
@@ -28,7 +28,7 @@ DEVICE double squares_of(uint32_t pair) {
 }
 
 DEVICE float norm_factor(double squares, int width, float epsilon) {
-    return (float)(1.0 / sqrt(squares * (1.0 / (double)width) + (double)epsilon));
+    return (float)rsqrt(squares * (1.0 / (double)width) + (double)epsilon);
 }
 
 /* R(weight * R(x * factor)) of a pair of bf16. */

@@ -58,6 +58,7 @@ static inline struct outer read_outer(const struct scheme *scheme, const void *o
     if (order == TRANSFORMER_ENGINE || order == FOUROVERSIX)
         divisor = stored == 0.0f ? 1.0f : (float)scheme->limit / stored;
     struct outer found = {stored, divisor, 1.0f / divisor};
+    if (order == POW2) found.inverse = power_of_two(-((const int8_t *)outer)[index]);
     return found;
 }
 
@@ -96,11 +97,24 @@ static inline void write_outer(const struct scheme *scheme, float amax, void *ou
     ((float *)outer)[index] = amax == 0.0f ? zero : found;
 }
 
+/* x / 6 for x >= 0, rounded once. On a GPU the general division is a call for some operands; a quotient that is corrected by
+ * its exact remainder is the rounded one, since a sixth is rounded correctly, except where the quotient is subnormal: far
+ * below the smallest scale. */
+INLINE float sixth_of(float x) {
+#ifdef TRACEFP4_ON_DEVICE
+    const float sixth = (float)(1.0 / 6.0);
+    float quotient = x * sixth, corrected = fmaf(fmaf(-6.0f, quotient, x), sixth, quotient);
+    return bits_of(x) < INF_BITS ? corrected : x;
+#else
+    return x / 6.0f;
+#endif
+}
+
 /* The number that is rounded to E4M3. */
 INLINE float raw_block_scale(enum order order, float amax, struct outer outer) {
     const float sixth = (float)(1.0 / 6.0);
     switch (order) {
-        case POW2: return amax * outer.inverse / 6.0f;
+        case POW2: return sixth_of(amax * outer.inverse);
         case MODELOPT: return amax / (outer.stored * 6.0f);
         case TORCHAO: return amax / 6.0f / outer.stored;
         case VLLM: return outer.divisor * (amax * sixth);

@@ -33,16 +33,16 @@ from tracefp4.ops.expert_layer.reference import (
     refit_reference,
     round_rows,
 )
+from tracefp4.ops.expert_layer.routes import LIST_THREADS, LISTS, Routes, sort_pairs, sorted_pairs
 from tracefp4.ops.kernels import DTYPE, first_difference
 from tracefp4.ops.rules import SchemeCase
 
 _HERE = Path(__file__).parent
 _OWN_EXPONENT = 128
 """What rows.cu takes for "every row finds its own"."""
-_LIST_THREADS, _ROW_THREADS, _REFIT_THREADS = 256, 512, 256
-_CHUNK, _MAX_CHUNKS = 1024, 128
-"""Pairs that a thread block sorts, or a multiple of them where there would be more chunks than that: each block adds up
-the counts of all."""
+_ROW_THREADS, _REFIT_THREADS = 512, 256
+_MANY_WARPS, _HELD_BLOCKS = 4096, 4
+"""Beyond so many warps with a block of the scheme per thread, which fill a GPU, a thread takes several; as in rows.cu."""
 _MAXIMA_PARTS = 32
 """Thread blocks that look for the maximum of one matrix."""
 
@@ -73,17 +73,6 @@ _TILINGS = (
 """The fastest tiling on an H200 up to a mean number of tokens per expert in use. In `few` every block of 64 rows reads its
 tokens from the second-level cache; `many` shares them among 256 rows."""
 _MOST = Tiling("many", 8, 4, 4, 3)
-
-
-class Routes(NamedTuple):
-    """Pairs sorted by expert; int32."""
-
-    order: Tensor
-    """[P]."""
-    offsets: Tensor
-    """[E + 1]."""
-    tiles: Tensor
-    """[most tiles there can be, 2]: expert and first pair."""
 
 
 class Rows(NamedTuple):
@@ -136,7 +125,7 @@ def run_steps(
     x, ids = x.detach(), routing.ids.contiguous()
     num_tokens, top_k = ids.shape
     hidden, inner = experts.gate_up.width, experts.down.width
-    routes = _sort_pairs(ids, experts.gate_up.shape[0], 8 * tiling.token_tiles)
+    routes = sort_pairs(ids, experts.gate_up.shape[0], 8 * tiling.token_tiles)
     x_rows = _round_rows(x, precision, "x", with_codes)
     h = torch.empty((num_tokens * top_k, inner), dtype=torch.bfloat16, device=x.device)
     _multiply("gate_up", (x_rows.values, routes, experts.gate_up), tiling, (inner, top_k, h))
@@ -145,8 +134,8 @@ def run_steps(
     _multiply("down", (w2_rows.values, routes, experts.down), tiling, (hidden, y_of_pairs))
     y = torch.empty((num_tokens, hidden), dtype=torch.bfloat16, device=x.device)
     weights = routing.weights.detach().contiguous()
-    _LISTS.launch(
-        Launch("combine", (num_tokens,), _LIST_THREADS, {}),
+    LISTS.launch(
+        Launch("combine", (num_tokens,), LIST_THREADS, {}),
         *(y_of_pairs, ids, weights, DTYPE[weights.dtype], experts.gate_up.shape[0]),
         *(top_k, hidden, y),
         device=x.device,
@@ -206,28 +195,10 @@ def refit_on_device(weights: Tensor, fragments: WeightFragments) -> None:
     _ROWS.launch(launch, *operands, fragments.exponents, fragments.words, fragments.scales, device=device)
 
 
-def _sort_pairs(ids: Tensor, num_experts: int, tile_tokens: int) -> Routes:
-    num_pairs, device = ids.numel(), ids.device
-    in_use = min(num_experts, num_pairs)
-    # a tile that is not full ends an expert's list; the others are full
-    most_tiles = in_use + (num_pairs - in_use) // tile_tokens
-    order = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    tiles = torch.empty((most_tiles, 2), dtype=torch.int32, device=device)
-    chunk = max(_CHUNK, -(-num_pairs // (_MAX_CHUNKS * _CHUNK)) * _CHUNK)
-    grid, counts = (max(1, -(-num_pairs // chunk)),), None
-    pairs = (ids, num_pairs, chunk, num_experts)
-    if grid[0] > 1:
-        counts = torch.empty((*grid, num_experts), dtype=torch.int32, device=device)
-        launch = Launch("count_pairs", grid, _LIST_THREADS, {}, 4 * num_experts)
-        _LISTS.launch(launch, *pairs, counts, device=device)
-    shared_bytes = 4 * num_experts * (_LIST_THREADS // 32 + 3)
-    launch = Launch("place_pairs", grid, _LIST_THREADS, {}, shared_bytes)
-    _LISTS.launch(launch, *pairs, counts, tile_tokens, most_tiles, order, offsets, tiles, device=device)
-    return Routes(order, offsets, tiles)
-
-
-def _round_rows(x: Tensor, precision: LayerPrecision, part: Part, with_codes: bool) -> Rows:
+def _round_rows(
+    x: Tensor, precision: LayerPrecision, part: Part, with_codes: bool, many: bool | None = None
+) -> Rows:
+    """Round rows; `many` overrules what their number asks for."""
     scheme, (num_rows, width) = precision.activation, x.shape
     padded = -(-width // GROUP) * GROUP
     if scheme is None:
@@ -239,9 +210,12 @@ def _round_rows(x: Tensor, precision: LayerPrecision, part: Part, with_codes: bo
     parts: tuple[Tensor | None, ...] = (None, None, None)
     if block_tensor is not None:
         parts = (block_tensor.packed, block_tensor.block_scales, block_tensor.outer)
-    threads = min(-(-width // (32 * scheme.block_size)) * 32, _ROW_THREADS)
+    if many is None:
+        many = num_rows * width > _MANY_WARPS * 32 * scheme.block_size
+    kernel, held = ("quantize_many_rows", _HELD_BLOCKS) if many else ("quantize_few_rows", 1)
+    threads = min(-(-width // (32 * scheme.block_size * held)) * 32, _ROW_THREADS)
     given = _OWN_EXPONENT if scheme.outer == "row" else exponent or 0
-    launch = Launch("quantize_rows", (num_rows,), threads, _rows_variant(scheme))
+    launch = Launch(kernel, (num_rows,), threads, _rows_variant(scheme))
     _ROWS.launch(launch, x, width, padded, given, values, *parts, device=device)
     return Rows(values, block_tensor)
 
@@ -326,7 +300,7 @@ def differences(device: torch.device, case: Case | Scheme) -> str | None:
     routing = Routing(torch.arange(22, device=device).view(11, 2) % 3, x[0, :22].view(11, 2))
     steps = run_steps(x, routing, experts, precision, (case.tiling, True))
     return (
-        first_difference(_lists(device))
+        first_difference(sorted_pairs(device))
         or first_difference(_bytes_of_sites(x, steps, precision))
         or _far_from_reference(steps, routing, experts)
     )
@@ -348,22 +322,14 @@ def _wave(num_elements: int, device: torch.device) -> Tensor:
     return angles.sin().to(torch.bfloat16)
 
 
-def _lists(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Pairs in two chunks; a layer for the check has fewer."""
-    ids = torch.arange(2 * _CHUNK - 1, device=device) ** 2 % 11
-    order, offsets, _ = _sort_pairs(ids, 11, 16)
-    wanted_ids, wanted = torch.sort(ids, stable=True)
-    ends = torch.searchsorted(wanted_ids, torch.arange(1, 12, device=device))
-    yield "sorted pairs", order.long(), wanted
-    yield "lists of experts", offsets[1:].long(), ends
-
-
 def _bytes_of_sites(
     x: Tensor, steps: Steps, precision: LayerPrecision
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     parts: tuple[tuple[Part, Tensor, Rows], ...] = (("x", x, steps.x), ("w2", steps.h, steps.w2))
     for part, unrounded, rows in parts:
         rounded = round_rows(unrounded, precision, part)
+        many = _round_rows(unrounded, precision, part, False, many=True)
+        yield f"values of {part} of many rows", many.values.to(torch.float32), rounded.values
         yield f"values of {part}", rows.values.to(torch.float32), rounded.values
         if rows.block_tensor is None or rounded.block_tensor is None:
             continue
@@ -391,6 +357,6 @@ def _far_from_reference(steps: Steps, routing: Routing, experts: Experts) -> str
 _USUAL = Case(NVFP4_TENSOR_POW2, NVFP4_ROW_POW2, _TILINGS[0][1], 2, 2)
 LIBRARY: DeviceLibrary[Case | Scheme] = DeviceLibrary(_HERE / "few.cu", differences, _USUAL)
 """Products of experts with few tokens; its check runs the kernels of all files."""
-_MANY, _LISTS, _ROWS = (KernelFile(_HERE / name) for name in ("many.cu", "routes.cu", "rows.cu"))
-FILES = (LIBRARY, _MANY, _LISTS, _ROWS)
+_MANY, _ROWS = (KernelFile(_HERE / name) for name in ("many.cu", "rows.cu"))
+FILES = (LIBRARY, _MANY, LISTS, _ROWS)
 """All of them; a runner has to be given to each."""

@@ -4,6 +4,7 @@
  * Defines: those of blocks.cuh; DTYPE is bf16, and the scheme's values are bf16 numbers. */
 
 #include "blocks.cuh"
+#include "decoding.cuh"
 
 enum { GROUP = 64, TILE_ROWS = 16 };
 
@@ -12,45 +13,63 @@ DEVICE struct outer outer_of(int exponent) {
     return outer;
 }
 
-/* The value of a code as bf16 bits; exact. */
-DEVICE uint32_t value_of_code(uint32_t code, float decode_scale) {
-    return (bits_of(code_magnitude((int32_t)(code & 7)) * decode_scale) >> 16) | (code & 8) << 12;
+enum { HELD = 4 /* blocks of a thread that stay in registers, where rows are many */ };
+
+/* Where a row goes: values [.., padded], zeros beyond the width; packed, block_scales and outer may be null, all or none. */
+struct target {
+    uint16_t *values;
+    int padded;
+    uint8_t *packed, *block_scales;
+    int8_t *outer;
+};
+
+DEVICE void round_block(const struct values &values, const void *x, int b, int num_blocks, int exponent,
+                        const struct target &target) {
+    int64_t block = (int64_t)blockIdx.x * num_blocks + b, at = (int64_t)blockIdx.x * (target.padded / 8) + b * (BLOCK / 8);
+    struct encoded encoded = encode(values, x, block, outer_of(exponent), nullptr);
+    for (int w = 0; w < BLOCK / 8; w++)
+        store_values<BFLOAT16, true>(encoded.word[w], encoded.decode_scale, target.values, at + w);
+    if (target.packed) store_block(encoded, block, target.block_scales, target.packed);
 }
 
-/* BLOCK values of a row. */
-DEVICE void store_values(const struct encoded &encoded, uint16_t *to) {
-    for (int w = 0; w < BLOCK / 8; w++) {
-        uint32_t two[4];
-        for (int i = 0; i < 4; i++)
-            two[i] = value_of_code(encoded.word[w] >> 8 * i, encoded.decode_scale) |
-                     value_of_code(encoded.word[w] >> (8 * i + 4), encoded.decode_scale) << 16;
-        reinterpret_cast<uint4 *>(to)[w] = make_uint4(two[0], two[1], two[2], two[3]);
-    }
-}
-
-/* One row per thread block. `exponent` is the outer one, or 128 where each row finds its own. values [.., padded] with
- * zeros beyond the width; packed, block_scales and outer may be null, all or none of them. */
-KERNEL quantize_rows(const void *x, int width, int padded, int exponent, uint16_t *values, uint8_t *packed,
-                     uint8_t *block_scales, int8_t *outer) {
-    int num_blocks = width / BLOCK, mine = (int)threadIdx.x;
-    int64_t row = blockIdx.x, first = row * num_blocks;
-    struct values block; /* the first block of this thread stays in registers */
-    if (mine < num_blocks) block = load_block(x, first + mine);
+/* One row per thread block. `exponent` is the outer one, or 128 where each row finds its own. All that is held of a row is
+ * under way before anything is done; what is wider is read twice. */
+template <int held> DEVICE void quantize_row(const void *x, int width, int exponent, const struct target &target) {
+    int num_blocks = width / BLOCK, mine = (int)threadIdx.x, step = (int)blockDim.x;
+    int64_t first = (int64_t)blockIdx.x * num_blocks;
+    struct values values[held];
+#pragma unroll
+    for (int p = 0; p < held; p++)
+        if (mine + p * step < num_blocks) values[p] = load_block(x, first + mine + p * step);
     if (exponent == 128) {
-        int32_t largest = mine < num_blocks ? finite_amax(block) : 0;
-        for (int b = mine + (int)blockDim.x; b < num_blocks; b += (int)blockDim.x)
+        int32_t largest = 0;
+#pragma unroll
+        for (int p = 0; p < held; p++)
+            if (mine + p * step < num_blocks) largest = most(largest, finite_amax(values[p]));
+        for (int b = mine + held * step; b < num_blocks; b += step)
             largest = most(largest, finite_amax(load_block(x, first + b)));
         exponent = pow2_exponent(most_of_block(largest), (float)RULES.limit);
-        if (outer && mine == 0) outer[row] = (int8_t)exponent;
+        if (target.outer && mine == 0) target.outer[blockIdx.x] = (int8_t)exponent;
     }
-    for (int b = mine; b < num_blocks; b += (int)blockDim.x) {
-        if (b != mine) block = load_block(x, first + b);
-        struct encoded encoded = encode(block, x, first + b, outer_of(exponent), nullptr);
-        store_values(encoded, values + row * padded + (int64_t)b * BLOCK);
-        if (packed) store_block(encoded, first + b, block_scales, packed);
+#pragma unroll
+    for (int p = 0; p < held; p++)
+        if (mine + p * step < num_blocks) round_block(values[p], x, mine + p * step, num_blocks, exponent, target);
+    for (int b = mine + held * step; b < num_blocks; b += step)
+        round_block(load_block(x, first + b), x, b, num_blocks, exponent, target);
+    if (width + 8 * mine < target.padded) {
+        int64_t at = (int64_t)blockIdx.x * target.padded + width + 8 * mine;
+        *reinterpret_cast<uint4 *>(target.values + at) = make_uint4(0, 0, 0, 0);
     }
-    if (width + 8 * mine < padded)
-        *reinterpret_cast<uint4 *>(values + row * padded + width + 8 * mine) = make_uint4(0, 0, 0, 0);
+}
+
+KERNEL quantize_few_rows(const void *x, int width, int padded, int exponent, uint16_t *values, uint8_t *packed,
+                         uint8_t *block_scales, int8_t *outer) {
+    quantize_row<1>(x, width, exponent, {values, padded, packed, block_scales, outer});
+}
+
+KERNEL quantize_many_rows(const void *x, int width, int padded, int exponent, uint16_t *values, uint8_t *packed,
+                          uint8_t *block_scales, int8_t *outer) {
+    quantize_row<HELD>(x, width, exponent, {values, padded, packed, block_scales, outer});
 }
 
 /* The largest magnitudes of finite blocks in the parts of every matrix: partial[matrix][part], a thread block each. */

@@ -109,7 +109,7 @@ DEVICE uint32_t followed_codes(const struct values &values, int from, float fact
                                struct tally &tally) {
     uint32_t word = 0;
     for (int j = 0; j < 8; j++) {
-        struct on_grid at = place_on_grid(bits_at(values, from + j), factor);
+        struct on_grid at = place_on_grid(bits_at(values.word, from + j), factor);
         int32_t asked = at.m;
         if (!BY_SYNDROMES)
             asked = follow(FOLLOWS, at.z, at.m, (j < 4 ? decisions.x : decisions.y) >> 8 * (j % 4) & 0xFF, at.sign);
@@ -154,7 +154,7 @@ DEVICE void recover_scales(const struct place &place, const struct guide &guide,
     int row_bytes = (blocks_in(code, num_blocks) * code.num_bits + 7) / 8;
     for (int b = place.thread; is_valid && b < num_blocks; b += place.threads) {
         int64_t block = place.row * num_blocks + b;
-        int32_t amax_bits = amax_of(load_block(x, block), 0, BLOCK);
+        int32_t amax_bits = amax_of(load_block(x, block));
         scratch.amax_bits[place.slot * num_blocks + b] = amax_bits;
         result.block_scales[block] = (uint8_t)scale_byte_of(amax_bits, x, block, outer);
     }
@@ -281,7 +281,7 @@ KERNEL guided_rows(const void *x, int num_rows, int width, int threads, float ba
     for (int b = place.thread; place.is_there && b < num_blocks; b += threads) {
         int64_t block = place.row * num_blocks + b;
         if (b != place.thread) of_block = load_block(x, block);
-        int32_t amax_bits = amax_of(of_block, 0, BLOCK);
+        int32_t amax_bits = amax_of(of_block);
         struct encoded encoded;
         if (is_valid) {
             uint32_t byte = guided_byte(guide, block, amax_bits, scale, result);

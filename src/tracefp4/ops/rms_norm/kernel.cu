@@ -6,6 +6,11 @@
 #include "bf16_rows.cuh"
 #include "norms.cuh"
 
+/* R(a + b) of pairs of bf16. */
+DEVICE uint32_t sum_of_pairs(uint32_t a, uint32_t b) {
+    return bf16x2_of(low_bf16(a) + low_bf16(b), high_bf16(a) + high_bf16(b));
+}
+
 /* The sum of one number per thread, in all of them. */
 DEVICE double sum_of_block(double mine) {
     SHARED double of_warp[32];
@@ -17,33 +22,37 @@ DEVICE double sum_of_block(double mine) {
     return mine;
 }
 
-/* `residual` and `sums` may both be null, and so may `outer`, `block_scales` and `packed`. */
+/* `residual` and `sums` may both be null, and so may `outer`, `block_scales` and `packed`. All that is read is under way
+ * before anything is computed. */
 KERNEL __launch_bounds__(512) normalize_rows(const void *x, const void *residual, const void *weight, int width,
                                              float epsilon, void *sums, void *out, void *outer, uint8_t *block_scales,
                                              uint8_t *packed) {
-    int num_blocks = num_blocks_of(width);
-    int64_t first = (int64_t)blockIdx.x * num_blocks;
-    struct row row;
+    int num_eights = num_eights_of(width);
+    int64_t first = (int64_t)blockIdx.x * num_eights;
+    struct row row, other, of_weight;
     double squares = 0.0;
     for (int p = 0; p < PARTS; p++) {
-        if (block_of(p) >= num_blocks) continue;
-        struct values &part = row.part[p];
-        part = load_block(x, first + block_of(p));
+        if (eight_of(p) >= num_eights) continue;
+        row.part[p] = load_eight(x, first + eight_of(p));
+        if (residual) other.part[p] = load_eight(residual, first + eight_of(p));
+        if (PARTS <= 2) of_weight.part[p] = load_shared_eight(weight, eight_of(p)); /* more would not fit */
+    }
+    for (int p = 0; p < PARTS; p++) {
+        if (eight_of(p) >= num_eights) continue;
+        struct eight &part = row.part[p];
         if (residual) {
-            struct values other = load_block(residual, first + block_of(p));
-            for (int w = 0; w < WORDS; w++)
-                part.word[w] = bf16x2_of(low_bf16(part.word[w]) + low_bf16(other.word[w]),
-                                         high_bf16(part.word[w]) + high_bf16(other.word[w]));
-            store_values(part, sums, first + block_of(p));
+            for (int w = 0; w < 4; w++) part.word[w] = sum_of_pairs(part.word[w], other.part[p].word[w]);
+            store_eight(part, sums, first + eight_of(p));
         }
-        for (int w = 0; w < WORDS; w++) squares += squares_of(part.word[w]);
+        for (int w = 0; w < 4; w++) squares += squares_of(part.word[w]);
     }
     float factor = norm_factor(sum_of_block(squares), width, epsilon);
     for (int p = 0; p < PARTS; p++) {
-        if (block_of(p) >= num_blocks) continue;
-        struct values of_weight = load_shared_block(weight, block_of(p));
-        for (int w = 0; w < WORDS; w++) row.part[p].word[w] = normed(row.part[p].word[w], factor, of_weight.word[w]);
-        store_values(row.part[p], out, first + block_of(p));
+        if (eight_of(p) >= num_eights) continue;
+        if (PARTS > 2) of_weight.part[p] = load_shared_eight(weight, eight_of(p));
+        for (int w = 0; w < 4; w++)
+            row.part[p].word[w] = normed(row.part[p].word[w], factor, of_weight.part[p].word[w]);
+        store_eight(row.part[p], out, first + eight_of(p));
     }
     if (packed) quantize_row(row, width, out, outer, block_scales, packed);
 }
