@@ -169,3 +169,44 @@ def test_segments_that_do_not_fill_the_row_are_refused(lengths):
 def test_segments_of_a_sequence_on_several_ranks_are_refused():
     with pytest.raises(ConfigError, match="split over ranks"):
         attention_forward(module(sequence=object()), *tensors(), None, segment_lengths=(2, 3))
+
+
+def test_native_attention_is_the_emulated_one_with_the_roundings_of_bf16():
+    # Mutations: K and V that are not rounded; another scale; a mask that is not read.
+    given = [t.detach().bfloat16() for t in tensors(torch.float32)]
+    wanted = attention_forward(module(arithmetic=EMULATED), *[t.float() for t in given], None, scaling=0.5)[0]
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    mask = torch.zeros(B, 1, T, T).masked_fill(future, torch.finfo(torch.float32).min)
+    for options in ({"attention_mask": None}, {"attention_mask": mask}, {"is_causal_row": True}):
+        found = attention_forward(
+            module(arithmetic=NATIVE),
+            *given,
+            options.pop("attention_mask", mask[:, :, :1, :1]),
+            scaling=0.5,
+            **options,
+        )[0]
+        assert found.dtype == torch.bfloat16
+        assert (found.float() - wanted).abs().max() <= 2.0**-7 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [(5, 2, 1, 16, 17, 3), (44,)])
+def test_native_segments_are_their_own_rows_forward_and_backward(lengths):
+    # Mutations: a padded column that is read; results in the order of the groups; a gradient counted twice.
+    total = sum(lengths)
+    given = [
+        torch.randn(1, heads, total, D, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    packed = attention_forward(module(arithmetic=NATIVE), *given, None, segment_lengths=lengths)[0]
+    alone = torch.cat(
+        [
+            attention_forward(module(arithmetic=NATIVE), *parts, None)[0]
+            for parts in zip(*(x.split(list(lengths), dim=2) for x in given), strict=True)
+        ],
+        dim=1,
+    )
+    assert (packed - alone).abs().max() <= 2.0**-7 * alone.abs().max()
+    incoming = torch.randn_like(alone)
+    found, wanted = (torch.autograd.grad(out, given, incoming) for out in (packed, alone))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours - theirs).abs().max() <= 2.0**-5 * theirs.abs().max()

@@ -19,7 +19,7 @@ from tracefp4.ops.dequantize import dequantize
 from tracefp4.ops.guided_quantize import guided_quantize
 from tracefp4.ops.quantize import quantize
 from tracefp4.qat.dispatch import dispatch
-from tracefp4.qat.experts import ExpertWeights
+from tracefp4.qat.experts import ExpertWeights, steady_weights
 
 # float64 sums of 16 or 32 terms in another order
 CLOSE = 1e-12
@@ -346,3 +346,31 @@ def test_a_layer_may_quantize_weights_alone():
     x, ids, weights = inputs()
     module(x, ids, weights).sum().backward()
     assert module.tracefp4.num_quantizations == 2 and module.gate_up_proj.grad is not None
+
+
+def test_copies_of_steady_weights_live_inside_and_are_told_by_the_version():
+    # Mutations: a copy from before is used, or one from inside afterwards; the version is not asked.
+    module = Experts()
+    x, ids, weights = inputs()
+    first = module(x, ids, weights)
+    module.down_proj.data.mul_(2.0)  # which only the bits tell
+    with steady_weights(module):
+        second = module(x, ids, weights)
+        assert_bitwise(module(x, ids, weights), second)
+        assert module.tracefp4.num_quantizations == 4 and not torch.equal(first, second)
+        with torch.no_grad():
+            module.down_proj.mul_(0.5)
+        assert_bitwise(module(x, ids, weights), first)
+        assert module.tracefp4.num_quantizations == 5
+    module.down_proj.data.mul_(2.0)
+    assert not module.tracefp4._copies and not module.tracefp4.is_steady
+    assert_bitwise(module(x, ids, weights), second)
+
+
+def test_steady_weights_are_not_read_to_be_sure(monkeypatch):
+    monkeypatch.setattr("tracefp4.qat.experts.fingerprint", lambda weight: pytest.fail("bits were read"))
+    module = Experts()
+    x, ids, weights = inputs()
+    with steady_weights(module):
+        for _ in range(2):
+            module(x, ids, weights)

@@ -317,3 +317,15 @@ def test_the_old_weights_sample_and_the_new_ones_are_published(tiny, tmp_path, m
     assert [version for version, _ in published] == [1, 2]
     name = "model.layers.0.mlp.experts.down_proj"
     assert not torch.equal(published[0][1][name], published[1][1][name])
+
+
+def test_a_run_whose_time_is_up_ends_whole_and_goes_on(tiny, tmp_path):
+    # Mutations: a limit that is not looked at; one that leaves no checkpoint, or no last evaluation.
+    config = make_config(
+        *tiny, tmp_path / "run", run__time_limit_s=1e-9, run__eval_items=2, run__checkpoint_every=0
+    )
+    manifest = train(config)
+    assert manifest["final"]["steps"] == 1 and set(manifest["evaluations"]) == {"0", "1"}
+    whole = train(make_config(*tiny, tmp_path / "whole", run__eval_items=2))
+    resumed = train(changed(config, run__time_limit_s=0.0), resume=True)
+    assert resumed["final"]["weights_hash"] == whole["final"]["weights_hash"]

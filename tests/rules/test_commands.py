@@ -43,6 +43,7 @@ OPTIONS = {
         "--random-weights", "--seconds", "--steps",
     ],
     "bench gates": ["--json", "--results"],
+    "bench trainer": ["--device", "--json", "--layers", "--model", "--out", "--seed"],
     "bench kernels": ["--json", "--only", "--out", "--seconds"],
     "bench cpu": ["--json", "--out", "--rounds", "--rows", "--width"],
     "bench guidance": [

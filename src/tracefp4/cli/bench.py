@@ -10,6 +10,7 @@ from tracefp4.cli.bench_engine import engine
 from tracefp4.cli.bench_gates import gates
 from tracefp4.cli.bench_guidance import guidance
 from tracefp4.cli.bench_kernels import kernels
+from tracefp4.cli.bench_trainer import trainer
 from tracefp4.cli.options import JsonOption
 
 EXIT_GATE_MISSED = 1
@@ -22,6 +23,7 @@ bench = typer.Typer(
 bench.command("guidance")(guidance)
 bench.command("kernels")(kernels)
 bench.command("engine")(engine)
+bench.command("trainer")(trainer)
 bench.command("gates")(gates)
 
 
