@@ -128,21 +128,21 @@ class Qwen3MoeWeights:
         Raises: ConfigError listing missing and unexpected names, the first wrong shape, or expert bytes of another
             scheme than the plan's.
         """
-        given = {name for name in state if not (name == HEAD and self._sizes.ties_embeddings)}
-        missing, unexpected = sorted(self._shapes.keys() - given), sorted(given - self._shapes.keys())
+        names = {name for name in state if not (name == HEAD and self._sizes.ties_embeddings)}
+        missing, unexpected = sorted(self._shapes.keys() - names), sorted(names - self._shapes.keys())
         if missing or unexpected:
             raise ConfigError(
                 f"The state dict does not fit the model; missing {missing}, unexpected {unexpected}. Names "
-                "must be those of transformers' Qwen3MoeForCausalLM.state_dict(), experts fused. Pass the "
-                "whole state dict."
+                "must be those of transformers' model.state_dict(), experts fused. Pass the whole state dict."
             )
         for name, shape in self._shapes.items():
-            if tuple(state[name].shape) != shape:
+            given = state[name]  # asked for once: a mapping may make its tensors
+            if tuple(given.shape) != shape:
                 raise ConfigError(
-                    f"The state dict does not fit the model; got {name} of shape {tuple(state[name].shape)}. "
+                    f"The state dict does not fit the model; got {name} of shape {tuple(given.shape)}. "
                     f"Expected {shape}. Use the config of the model that the weights come from."
                 )
-            self._check_scheme(name, state[name])
+            self._check_scheme(name, given)
         self._check_tied(state)
 
     @torch.no_grad()
