@@ -114,13 +114,13 @@ def test_no_context(text):
         read_context(text)
 
 
-def test_shapes_that_the_engine_computes():
+def test_shapes_that_are_built():
     assert measured_names() == ["qwen3-30b-a3b", "qwen3-235b-a22b", "tiny"]
     part = measured_shape("Qwen3-30B", layers=4)
     assert part.name == "Qwen3-30B-A3B.4_layers" and part.attention_layers == (0, 1, 2, 3)
     assert measured_shape("qwen3-30b-a3b", layers=48) == measured_shape("qwen3-30b-a3b")
     assert read_sizes(config_of(part, max_positions=64)).num_layers == 4
-    for name, why in (("gpt-oss-20b", "does not compute"), ("qwen4", "no known shape")):
+    for name, why in (("gpt-oss-20b", "does not build"), ("qwen4", "no known shape")):
         with pytest.raises(ConfigError, match=f"{why}.*shapes: qwen3-30b-a3b.*tiny"):
             measured_shape(name)
     with pytest.raises(ConfigError, match="cut to its first 3 layers; it has 2. Allowed: 1 to 2"):

@@ -22,7 +22,7 @@ from tracefp4.errors import ConfigError
 
 TINY_RUN = ("--random-weights", "tiny", "--context", "128", "--steps", "2")
 UNMEASURED = ("engine.qwen3.5-35b-a3b.", "engine.qwen3-30b-a3b.8k.transformers")
-"""Gates of a model that the engine does not run yet, and of a peer that nobody calls yet."""
+"""Gates of a model that the suite does not build yet, and of a peer that nobody calls yet."""
 
 
 def run(out, *options):
@@ -118,7 +118,7 @@ def test_a_wrong_record_is_a_wrong_result(tmp_path, monkeypatch):
     [
         (
             ("--random-weights", "gpt-oss-20b"),
-            "a model that the engine does not compute; shapes: qwen3-30b-a3b",
+            "a model that this suite does not build; shapes: qwen3-30b-a3b",
         ),
         (("--random-weights", "qwen3-30b-a3b"), "is measured on an NVIDIA GPU"),
         ((*TINY_RUN, "--only", "fulll"), "no group 'fulll'; groups: full, together, steady, batch, zipf"),
@@ -185,6 +185,14 @@ def test_a_peer_far_from_its_floor_is_void():
     # few sequences wait for launches in either mode
     few = [point_result(Point(128, "batch", 8), plan, step_s=0.01, num_bytes=1e9) for plan in ("fp4", "bf16")]
     assert rows_of(few)["qwen3-30b-a3b.128.batch8"].ratio == 1.0
+
+
+def test_either_difference_makes_a_result_wrong():
+    for differences in ((0, 0), (1, 0), (0, 1)):
+        row = maker().rows(
+            [point_result(Point(128, "full"), "fp4", step_s=1.0, differences=differences)], {}
+        )[0]
+        assert row.check.error == sum(differences) and is_missed(row) == any(differences)
 
 
 def test_one_sequence_is_a_latency():

@@ -183,8 +183,8 @@ class EngineSuite:
         def work(engine: DecodingEngine) -> None:
             self._found.built[label] = round(time.monotonic() - begun, 1)
             self._on_event(
-                f"{label}: engine of {engine.num_pages} pages built in {self._found.built[label]:.0f} s, batches up to "
-                f"{max_batch}"
+                f"{label}: engine of {engine.pool.shape.num_pages} pages built in {self._found.built[label]:.0f} s, "
+                f"batches up to {max_batch}"
             )
             self._time_points(engine, label, plan, loads)
 
@@ -247,7 +247,7 @@ class EngineSuite:
                 plan=plan,
                 digest=engine.plan_digest,
                 loads=loads,
-                num_pages=engine.num_pages,
+                num_pages=engine.pool.shape.num_pages,
                 peak_share=self._workshop.peak_share(),
             )
             self._results.append(result)

@@ -35,7 +35,7 @@ PLANS = {"fp4": PlanRules(guidance="none"), "bf16": PlanRules(mode="bf16", guida
 
 
 def measured_names() -> list[str]:
-    """Return the names that `measured_shape` takes: models that the engine computes."""
+    """Return the names that `measured_shape` takes."""
     return [name for name, shape in {**KNOWN_SHAPES, "tiny": TINY}.items() if _is_qwen3(shape)]
 
 
@@ -47,12 +47,12 @@ def measured_shape(name: str, *, layers: int | None = None) -> ModelShape:
         layers: Keep the first so many decoder layers; None keeps all. The name of a part says how many.
 
     Raises:
-        ConfigError: No such shape, one that the engine does not compute, or more layers than it has.
+        ConfigError: No such shape, one that is not plain Qwen3-MoE, or more layers than it has.
     """
     asked = name.lower()
     shape = TINY if asked == "tiny" else KNOWN_SHAPES.get(ALIASES.get(asked, asked))
     if shape is None or not _is_qwen3(shape):
-        what = "no known shape" if shape is None else "a model that the engine does not compute"
+        what = "no known shape" if shape is None else "a model that this suite does not build"
         raise ConfigError(
             f"bench engine: random weights cannot be made for {name!r}, {what}; shapes: {', '.join(measured_names())}. "
             "Name one of them."
@@ -109,7 +109,7 @@ def plan_of(config: Any, rules: PlanRules) -> Plan:
 
 
 def _is_qwen3(shape: ModelShape) -> bool:
-    """Whether the engine has this model: attention in every layer, experts without biases, norms of heads."""
+    """Whether this is Qwen3-MoE: attention in every layer, experts without biases, norms of heads."""
     odd = (
         shape.has_q_gate,
         shape.has_attention_bias,

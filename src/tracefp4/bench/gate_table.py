@@ -1,9 +1,8 @@
 """Every gate, in one table: which figure of which suite must be how large before it may be claimed.
 
-A gate without a stored result is shown as such; it does not hold. Rows are measured by the suites `cpu`, `guidance`,
-`kernels` and `engine` of `tracefp4 bench`; those of a training step have no suite yet, nor has a comparison with
-transformers, and the engine does not run Qwen3.5 yet. Sizes in ids: 8k = 8,192 tokens of context; `fp32_state`,
-`bf16_state`: what the recurrent layers of Qwen3.5 keep.
+A gate without a stored result is shown as such; it does not hold. Rows are measured by the suites of
+`tracefp4 bench` that their ids begin with; suite `engine` does not call transformers yet, and builds no Qwen3.5. Sizes
+in ids: 8k = 8,192 tokens of context; `fp32_state`, `bf16_state`: what the recurrent layers of Qwen3.5 keep.
 """
 
 from collections.abc import Iterator
