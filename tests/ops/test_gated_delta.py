@@ -10,8 +10,8 @@ from tracefp4.errors import BackendError, FormatError
 from tracefp4.formats.arithmetic import round_bf16
 from tracefp4.ops.backend import Backend
 from tracefp4.ops.gated_delta import DeltaState, Projected, gated_delta_prefill, gated_delta_step
-from tracefp4.ops.gated_delta.prefill import CHUNK
 from tracefp4.ops.gated_delta.reference import sum_over_keys
+from tracefp4.ops.gated_delta.rule import CHUNK
 
 KEY_DIM = 32
 

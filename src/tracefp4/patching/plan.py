@@ -25,6 +25,9 @@ from tracefp4.patching.rules import AUTO, ModuleDecision, PlanRules, decide, gui
 from tracefp4.patching.schemes import can_follow, check_codec, check_recordable, part_scheme
 
 SUPPORTED_ARCHITECTURES = ("Qwen3MoeForCausalLM", "OlmoeForCausalLM")
+"""What a run can train and sample from."""
+PATCHED_ARCHITECTURES = (*SUPPORTED_ARCHITECTURES, "Qwen3_5MoeForCausalLM")
+"""What a plan can be made and carried out for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,10 +182,10 @@ def plan(model: nn.Module, rules: PlanRules) -> Plan:
             no module or for guidance and select no site.
     """
     architecture = type(model).__name__
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    if architecture not in PATCHED_ARCHITECTURES:
         raise ConfigError(
             f"plan: {architecture} is not a supported mixture-of-experts model; supported: "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}. Pass a checkpoint of one of these."
+            f"{', '.join(PATCHED_ARCHITECTURES)}. Pass a checkpoint of one of these."
         )
     check_adapters(model)
     config: Any = model.config

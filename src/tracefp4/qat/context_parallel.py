@@ -26,6 +26,7 @@ from tracefp4.ops.dequantize import dequantize
 from tracefp4.ops.guided_quantize import Rounded
 from tracefp4.qat.attention import SiteSettings
 from tracefp4.qat.collectives import gather_columns, spread_columns
+from tracefp4.qat.hybrid import DELTA
 
 Layout = Literal["contiguous", "zigzag"]
 """How columns are dealt to ranks."""
@@ -152,8 +153,14 @@ def context_parallel(model: nn.Module, shard: SequenceShard) -> Iterator[Sequenc
     `shard.take(positions)`. The attention mask that the model makes is not read: the shard knows the whole batch.
 
     Raises:
-        ConfigError: the model is not patched, or another split is in force.
+        ConfigError: the model is not patched or has gated delta layers, or another split is in force.
     """
+    if any(type(module).__name__ == DELTA for module in model.modules()):
+        raise ConfigError(
+            f"context_parallel cannot split sequences of {type(model).__name__}; got gated delta layers, whose states "
+            "would have to travel from rank to rank. Models whose layers all attend are allowed. Give every sequence "
+            "to one rank."
+        )
     found = [m for m in model.modules() if isinstance(getattr(m, "tracefp4", None), SiteSettings)]
     before: list[SiteSettings] = [module.tracefp4 for module in found]  # type: ignore[misc]
     is_split = any(settings.sequence is not None for settings in before)

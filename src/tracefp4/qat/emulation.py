@@ -5,7 +5,7 @@ rotary tables; the router is replaced so that ties go to the lowest expert id an
 followed. Rounding in place through `.data` is itself straight-through: the producing operations (matmul,
 multiply, add) do not save their outputs, and everything downstream saves the rounded value, as real bf16
 would. The alternative, native bf16 tensors, is about 100 times slower on CPUs without bf16 units. In native
-arithmetic only the router is replaced.
+arithmetic only the router is replaced, and gated delta layers (`hybrid.py`).
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tracefp4.formats.arithmetic import Arithmetic, round_bf16_
 from tracefp4.guidance import route_site
+from tracefp4.qat.hybrid import DELTA, EMULATED_FORWARDS, delta_forward
 from tracefp4.qat.opaque import opaque
 
 Undo = Callable[[], None]
@@ -54,7 +55,7 @@ def router_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Te
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     ids = route_site(layer, logits.detach(), top_k=self.top_k)
     weights = torch.softmax(logits, dim=-1, dtype=wide).gather(1, ids)
-    if self.norm_topk_prob:
+    if getattr(self, "norm_topk_prob", True):  # Qwen3.5's router has no such switch, and divides
         weights = weights / weights.sum(dim=-1, keepdim=True)
     weights = weights.to(logits.dtype)
     if arithmetic.emulates_bf16:
@@ -71,8 +72,9 @@ def emulate_bf16(model: nn.Module, *, arithmetic: Arithmetic) -> list[Undo]:
     """Install the router and, if `arithmetic` emulates bf16, every rounding hook; return what undoes it.
 
     Args:
-        model: a transformers Qwen3-MoE or OLMoE causal LM.
-        arithmetic: EMULATED or CONTROL round at module outputs; NATIVE leaves everything but the router.
+        model: a transformers Qwen3-MoE, OLMoE or Qwen3.5-MoE causal LM.
+        arithmetic: EMULATED or CONTROL round at module outputs; NATIVE leaves everything but the router and gated
+            delta layers.
 
     Returns:
         Callables; calling each restores the module's own forward and removes the hooks.
@@ -84,9 +86,15 @@ def emulate_bf16(model: nn.Module, *, arithmetic: Arithmetic) -> list[Undo]:
             module.tracefp4 = (_layer_index(name), arithmetic)
             undo.append(lambda m=module: delattr(m, "tracefp4"))  # type: ignore[misc]
             undo.append(_replace_forward(module, opaque(router_forward)))
+        if kind == DELTA:
+            module.tracefp4 = arithmetic
+            undo.append(lambda m=module: delattr(m, "tracefp4"))  # type: ignore[misc]
+            undo.append(_replace_forward(module, delta_forward))
         if not arithmetic.emulates_bf16:
             continue
-        if kind.endswith("RMSNorm"):
+        if kind in EMULATED_FORWARDS:
+            undo.append(_replace_forward(module, EMULATED_FORWARDS[kind]))
+        elif kind.endswith("RMSNorm"):
             undo.append(_replace_forward(module, rms_norm_forward))
         if isinstance(module, nn.Linear) or kind.endswith("RMSNorm"):
             undo.append(module.register_forward_hook(_round_output).remove)

@@ -24,6 +24,7 @@ from tracefp4.ops.gated_delta.reference import step_reference
 __all__ = ["DeltaState", "DeltaWeights", "Projected", "gated_delta_prefill", "gated_delta_step"]
 
 
+@torch.no_grad()
 def gated_delta_step(
     projected: Projected,
     weights: DeltaWeights,
@@ -69,6 +70,7 @@ def gated_delta_step(
     return step_reference(projected, weights, state, slots, emulates_bf16=emulates_bf16)
 
 
+@torch.no_grad()
 def gated_delta_prefill(
     projected: Projected,
     weights: DeltaWeights,

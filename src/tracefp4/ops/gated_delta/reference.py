@@ -5,13 +5,13 @@ Sums over the key dimension have an order, which kernels keep, so that states ar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, silu, softplus
+from torch.nn.functional import pad
 
 from tracefp4.ops.gated_delta.operands import DeltaState, DeltaWeights, Prepared, Projected, Storage
+from tracefp4.ops.gated_delta.rule import gated_norm, gates, heads
 
 LANES = 8
 """Partial sums of a sum over keys; 16 bytes of the state are consecutive terms of one."""
-_L2_EPSILON = 1e-6
 
 
 def step_reference(
@@ -30,8 +30,10 @@ def prepare_reference(
     is_live = slots >= 0
     at = slots[is_live]
     live = Projected(*(part[is_live, None] for part in projected))
-    found = mixed_heads(live.mixed, weights, state, at, torch.ones_like(at), storage=storage)
-    log_decay, beta = gates(live, weights, storage=storage)
+    window = torch.cat([state.conv[at], live.mixed.to(state.conv.dtype)], dim=1)
+    state.conv[at] = window[:, 1:]
+    found = heads(window, weights, state.recurrent.shape[-1], storage)
+    log_decay, beta = gates(live, weights, storage)
     parts = []
     for part in (*found, log_decay.exp(), beta):
         whole = part.new_zeros(slots.shape[0], *part.shape[2:])
@@ -39,44 +41,6 @@ def prepare_reference(
         parts.append(whole)
     q, k, v, decay, beta = parts
     return Prepared(q, k, v.to(storage.dtype), decay, beta)
-
-
-def mixed_heads(
-    mixed: Tensor,
-    weights: DeltaWeights,
-    state: DeltaState,
-    slots: Tensor,
-    lengths: Tensor,
-    *,
-    storage: Storage,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k [B, T, Hk, Dk] and v [B, T, Hv, Dv], wide, of T tokens each; move `state.conv` on by `lengths`.
-
-        c = R(sum over t of taps_t x_t), oldest first;  m = R(silu(c));  q, k, v = parts of m
-        k = k r(k), q = (q r(q)) Dk^-1/2, r(x) = 1 / sqrt(sum of x^2 + 1e-6) in float64, rounded to the wide dtype
-
-    R is `storage.written`.
-    """
-    num_tokens, (num_taps, width) = mixed.shape[1], weights.taps.shape
-    num_heads, value_dim, key_dim = state.recurrent.shape[1:]
-    window = torch.cat([state.conv[slots], mixed.detach().to(state.conv.dtype)], dim=1)
-    last = lengths[:, None] + torch.arange(num_taps - 1, device=mixed.device)
-    state.conv[slots] = window.gather(1, last[..., None].expand(-1, -1, width))
-    total = window[:, :num_tokens].to(storage.wide) * weights.taps[0].to(storage.wide)
-    for t in range(1, num_taps):
-        total = total + window[:, t : t + num_tokens].to(storage.wide) * weights.taps[t].to(storage.wide)
-    values = storage.written(silu(storage.written(total)))
-    key_width = (width - num_heads * value_dim) // 2
-    q, k, v = values.split([key_width, key_width, num_heads * value_dim], dim=-1)
-    q, k = (_of_length_one(x.unflatten(-1, (-1, key_dim))) for x in (q, k))
-    return q * key_dim**-0.5, k, v.unflatten(-1, (num_heads, value_dim))
-
-
-def gates(projected: Projected, weights: DeltaWeights, *, storage: Storage) -> tuple[Tensor, Tensor]:
-    """Return log decay -exp(a_log) softplus(a + dt_bias), never positive, and beta R(sigmoid(b)); wide [.., Hv]."""
-    a = projected.a.detach().to(storage.wide) + weights.dt_bias.to(storage.wide)
-    log_decay = -weights.a_log.to(storage.wide).exp() * softplus(a)
-    return log_decay, storage.written(projected.b.detach().to(storage.wide).sigmoid())
 
 
 def advance_reference(
@@ -101,7 +65,7 @@ def advance_reference(
     recurrent[at] = s.to(recurrent.dtype)
     out = z.new_zeros(z.shape)
     o = sum_over_keys(s * q, unit)
-    out[is_live] = gated_norm(o, z[is_live], weights, storage=storage)
+    out[is_live] = gated_norm(o, z[is_live], weights, storage)
     return out
 
 
@@ -124,19 +88,3 @@ def sum_over_keys(x: Tensor, unit: int) -> Tensor:
         low, high = total.chunk(2, dim=-1)
         total = low + high
     return total[..., 0]
-
-
-def gated_norm(o: Tensor, z: Tensor, weights: DeltaWeights, *, storage: Storage) -> Tensor:
-    """Return R(R(norm R(R(o) r)) silu(z)) [.., Hv Dv] of o [.., Hv, Dv], r from float64 as in `rms_norm`."""
-    o = storage.written(o)
-    epsilon = torch.tensor(weights.epsilon, dtype=torch.float32, device="cpu").to(torch.float64).item()
-    squares = o.to(torch.float64).square().sum(-1, keepdim=True)
-    factor = (squares * (1.0 / o.shape[-1]) + epsilon).sqrt().reciprocal().to(storage.wide)
-    normed = storage.written(storage.written(o * factor) * weights.norm.to(storage.wide))
-    return storage.written(normed.flatten(-2) * silu(z.detach().to(storage.wide))).to(storage.dtype)
-
-
-def _of_length_one(x: Tensor) -> Tensor:
-    epsilon = torch.tensor(_L2_EPSILON, dtype=torch.float32, device="cpu").to(torch.float64).item()
-    squares = x.to(torch.float64).square().sum(-1, keepdim=True)
-    return x * (squares + epsilon).sqrt().reciprocal().to(x.dtype)
