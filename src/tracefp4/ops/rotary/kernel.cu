@@ -36,42 +36,43 @@ KERNEL __launch_bounds__(256) norm_and_rotate(const uint16_t *q, const uint16_t 
                                               int num_tokens, int num_q, int num_k, float epsilon, uint16_t *q_out,
                                               uint16_t *k_out) {
     int num_heads = num_q + num_k, part = (int)threadIdx.x % TEAM * 8;
-    int64_t item = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / TEAM, token = item / num_heads;
-    int head = (int)(item % num_heads), is_there = token < num_tokens;
-    struct eight low = {{0, 0, 0, 0}}, high = low;
+    int64_t item = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / TEAM;
+    int64_t token = (uint32_t)item / (uint32_t)num_heads; /* so many heads fit into no memory */
+    int head = (int)(item - token * num_heads), is_there = token < num_tokens, is_query = head < num_q;
+    /* all that is read is under way before anything is computed */
+    int64_t position = is_there ? positions[token] : 0;
+    struct eight low = {{0, 0, 0, 0}}, high = low, low_weight = low, high_weight = low;
     if (is_there) {
-        const uint16_t *from = head < num_q ? q + token * q_stride + head * WIDTH
-                                            : k + token * k_stride + (head - num_q) * WIDTH;
+        const uint16_t *from = is_query ? q + token * q_stride + head * WIDTH
+                                        : k + token * k_stride + (head - num_q) * WIDTH;
         low = load_eight(from + part);
         high = load_eight(from + HALF + part);
     }
-    double squares = 0.0;
     if (NORMS) {
-        for (int w = 0; w < 4; w++) squares += squares_of(low.word[w]) + squares_of(high.word[w]);
-        squares = sum_of_team(squares, TEAM);
+        const uint16_t *weight = is_query ? q_weight : k_weight;
+        low_weight = load_eight(weight + part);
+        high_weight = load_eight(weight + HALF + part);
     }
-    if (!is_there) return;
+    int is_known = position >= 0 && position < table_size;
+    const uint16_t *cosine = cosines + (is_known ? position : 0) * WIDTH, *sine = sines + (cosine - cosines);
+    struct eight low_cosine = load_eight(cosine + part), high_cosine = load_eight(cosine + HALF + part);
+    struct eight low_sine = load_eight(sine + part), high_sine = load_eight(sine + HALF + part);
     if (NORMS) {
-        float factor = norm_factor(squares, WIDTH, epsilon);
-        const uint16_t *weight = head < num_q ? q_weight : k_weight;
-        struct eight low_weight = load_eight(weight + part), high_weight = load_eight(weight + HALF + part);
+        double squares = 0.0;
+        for (int w = 0; w < 4; w++) squares += squares_of(low.word[w]) + squares_of(high.word[w]);
+        float factor = norm_factor(sum_of_team(squares, TEAM), WIDTH, epsilon);
         for (int w = 0; w < 4; w++) {
             low.word[w] = normed(low.word[w], factor, low_weight.word[w]);
             high.word[w] = normed(high.word[w], factor, high_weight.word[w]);
         }
     }
-    int64_t position = positions[token];
-    int is_known = position >= 0 && position < table_size;
-    const uint16_t *cosine = cosines + (is_known ? position : 0) * WIDTH, *sine = sines + (cosine - cosines);
-    struct eight low_cosine = load_eight(cosine + part), high_cosine = load_eight(cosine + HALF + part);
-    struct eight low_sine = load_eight(sine + part), high_sine = load_eight(sine + HALF + part);
+    if (!is_there) return;
     for (int w = 0; w < 4; w++) {
         uint32_t x = low.word[w], y = high.word[w];
         low.word[w] = is_known ? turned(x, low_cosine.word[w], y ^ 0x80008000u, low_sine.word[w]) : 0x7FFF7FFFu;
         high.word[w] = is_known ? turned(y, high_cosine.word[w], x, high_sine.word[w]) : 0x7FFF7FFFu;
     }
-    uint16_t *to = head < num_q ? q_out + (token * num_q + head) * WIDTH
-                                : k_out + (token * num_k + head - num_q) * WIDTH;
+    uint16_t *to = is_query ? q_out + (token * num_q + head) * WIDTH : k_out + (token * num_k + head - num_q) * WIDTH;
     store_eight(low, to + part);
     store_eight(high, to + HALF + part);
 }
