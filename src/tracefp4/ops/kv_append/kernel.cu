@@ -5,13 +5,12 @@
 /* FP4 rows [tokens, heads, blocks] in plain order; a thread moves a block. */
 KERNEL append_blocks(const uint8_t *packed, const uint8_t *block_scales, const int64_t *slots, int num_tokens,
                      int num_heads, int num_blocks, int num_slots, int order, uint8_t *to_packed, uint8_t *to_scales) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / num_blocks;
-    int token = (int)(row / num_heads);
-    if (token >= num_tokens) return;
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    struct block_of_rows at = place_of(i, num_heads, num_blocks);
+    if (at.token >= num_tokens) return;
     struct pages pages = {to_packed, to_scales, order, num_slots, num_blocks};
     uint2 codes = reinterpret_cast<const uint2 *>(packed)[i];
-    put_block(pages, (int)(row % num_heads), slot_of(slots, token, num_slots), (int)(i % num_blocks), codes,
-              block_scales[i]);
+    put_block(pages, at.head, slot_of(slots, at.token, num_slots), at.block, codes, block_scales[i]);
 }
 
 /* Rows [tokens, heads, width] of `Unit` to pages [heads, slots, width]; a thread moves one. */

@@ -15,6 +15,16 @@ struct pages {
     int order, num_slots, num_blocks;
 };
 
+/* Where block i of rows [tokens, heads, blocks] belongs; 2^32 blocks fit into no memory. */
+struct block_of_rows {
+    int token, head, block;
+};
+
+DEVICE struct block_of_rows place_of(int64_t i, int num_heads, int num_blocks) {
+    uint32_t row = (uint32_t)i / (uint32_t)num_blocks, token = row / (uint32_t)num_heads;
+    return {(int)token, (int)(row - token * (uint32_t)num_heads), (int)((uint32_t)i - row * (uint32_t)num_blocks)};
+}
+
 /* The bits of four bytes of two codes in their places; the definition is formats/fragments.py. */
 DEVICE uint32_t spread(uint32_t four) { return (four & 0x80808080) | (four << 4 & 0x70707070) | (four >> 3 & 0x0F0F0F0F); }
 
