@@ -254,4 +254,47 @@ PARTIAL = (
     ),
 )
 
-MUTATIONS: tuple[Mutation, ...] = (*RECOMPUTATION, *PACKING, *ALARMS, *TRAINED, *PARTIAL)
+NATIVE = (
+    Mutation(
+        name="copies_outlive_their_promise",
+        fault="FP4 copies whose bits nobody looks at are served after somebody has written the weights.",
+        path=_QAT + "experts.py",
+        old="            state.forget()\n            state.is_steady = False",
+        new="            state.is_steady = False",
+        tests=(
+            "tests/qat/test_experts.py::test_copies_of_steady_weights_live_inside_and_are_told_by_the_version",
+        ),
+    ),
+    Mutation(
+        name="native_attention_sees_the_future",
+        fault="In bf16 every token attends to the ones after it.",
+        path=_QAT + "attention.py",
+        old="is_causal=mask is None,",
+        new="is_causal=False,",
+        tests=(
+            "tests/qat/test_attention.py::"
+            "test_native_attention_is_the_emulated_one_with_the_roundings_of_bf16",
+        ),
+    ),
+    Mutation(
+        name="segments_in_the_order_of_their_groups",
+        fault="Results of a packed row come back sorted by length.",
+        path=_QAT + "attention.py",
+        old="torch.cat(found, dim=1).index_select(1, inverse)",
+        new="torch.cat(found, dim=1)[:, : inverse.numel()]",
+        tests=("tests/qat/test_attention.py::test_native_segments_are_their_own_rows_forward_and_backward",),
+    ),
+    Mutation(
+        name="host_states_are_not_clipped",
+        fault="With masters in host memory the gradient's norm has no limit.",
+        path=_RL + "optimizer_states.py",
+        old="[copy.grad.to(master.dtype).mul_(scale)]",
+        new="[copy.grad.to(master.dtype)]",
+        tests=(
+            "tests/rl/test_optimizer_states.py::"
+            "test_states_in_host_memory_give_the_weights_of_states_on_the_device",
+        ),
+    ),
+)
+
+MUTATIONS: tuple[Mutation, ...] = (*RECOMPUTATION, *PACKING, *ALARMS, *TRAINED, *PARTIAL, *NATIVE)

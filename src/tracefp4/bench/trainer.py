@@ -6,6 +6,7 @@ samples: micro-batches forward and backward, then the optimizer. Turns alternate
 to a small vocabulary: it is equal on both sides and would hide the difference.
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -109,6 +110,7 @@ class _Bed:
         self.plans = {name: self._plan(rules, prompts) for name, rules in ARMS.items()}
         on_event(f"records of {count} x {sizes.length} tokens")
         self.whole = self._rollout(self.plans["guided"], prompts.tolist())
+        gc.collect()  # the engine is gone, or its bytes would count in every arm's peak
         self.samples = _recoded(self.whole, self.plans["guided"])
         self.optimizer = MasterWeightAdamW(
             self.model, lr=_RATE, emulates_bf16=placement.arithmetic.emulates_bf16

@@ -19,13 +19,16 @@ def train(
     from tracefp4.cli.config import load_config
     from tracefp4.cli.progress import StepPrinter
     from tracefp4.rl.loop import train as run_training
+    from tracefp4.rl.placement import placement_of
 
     config = load_config(recipe, overrides=overrides or ())
+    placement = placement_of(config.model)
     rules, task = config.quantization, config.task
     with_environment = f" with {task.environment}" if task.environment else ""
     typer.echo(
         f"{config.model.path}   task {task.name or task.path}{with_environment}   "
-        f"{rules.mode}, guidance {rules.guidance}   {config.train.steps} steps into {config.run.dir}"
+        f"{rules.mode}, guidance {rules.guidance}   {config.train.steps} steps into {config.run.dir}   "
+        f"{placement.arithmetic.name} bf16 on {placement.device}"
     )
     if config.run.eval_items:
         typer.echo(f"evaluating {config.run.eval_items} held-out items before the first step and at the end")

@@ -83,7 +83,8 @@ def save(
         temporary.mkdir(parents=True)
         save_model(model, tokenizer, temporary)
         save_file(
-            {key: value.contiguous() for key, value in optimizer.items()}, temporary / "optimizer.safetensors"
+            {key: value.cpu().contiguous() for key, value in optimizer.items()},
+            temporary / "optimizer.safetensors",
         )
         for name, content in rollouts.items():
             (temporary / name).write_bytes(content)
@@ -192,7 +193,7 @@ def keep_last(parent: Path, *, count: int) -> None:
 
 def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
     """Save in bf16, which is lossless: the model's parameters hold bf16 values."""
-    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    state = {name: tensor.to(torch.bfloat16).cpu() for name, tensor in model.state_dict().items()}
     names = (model.config._attn_implementation, model.config._experts_implementation, model.config.dtype)
     try:
         # a checkpoint names no implementation of ours: it must load in plain transformers

@@ -31,6 +31,9 @@ class StepResult:
 class MasterWeightAdamW:
     """AdamW whose state and masters are fp32 (fp64 in control mode) and whose model weights are bf16 values."""
 
+    MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    """Names of what a checkpoint holds of a parameter beside its master and step."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -127,7 +130,7 @@ class MasterWeightAdamW:
         return tensors
 
     def _moments(self, master: nn.Parameter) -> dict[str, Tensor]:
-        """Step and moments of a master in float32; {} before its first step."""
+        """Step and moments of a master; {} before its first step."""
         return {
             key: value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
             for key, value in self.adamw.state.get(master, {}).items()
@@ -161,7 +164,7 @@ class MasterWeightAdamW:
             master.copy_(_laid_out(tensors[f"master.{name}"], like=master))
             moments = {
                 key: _laid_out(tensors[f"{key}.{name}"], like=master)
-                for key in ("exp_avg", "exp_avg_sq")
+                for key in self.MOMENTS
                 if f"{key}.{name}" in tensors
             }
             if f"step.{name}" in tensors:

@@ -4,12 +4,13 @@
     8bit      masters 4, moments 2 (blocks of 256 values share a scale; torchao's implementation)
     host      12 in pinned host memory, none on the device; every step streams them through it
 
-All of them keep float32 masters, and a checkpoint holds float32 moments whatever kind wrote it.
+All of them keep float32 masters. A checkpoint holds float32 moments, or the bytes of 8-bit ones: rounded once more they
+would not be the same.
 """
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,10 @@ def build_optimizer(
 class EightBitAdamW(MasterWeightAdamW):
     """Moments of 8 bits, for tensors of at least 4096 values in whole blocks of 256; float32 for others."""
 
+    MOMENTS = tuple(
+        f"{name}{part}" for name in MasterWeightAdamW.MOMENTS for part in ("", "_codes", "_scale")
+    )
+
     def _adamw(self, betas: tuple[float, float], weight_decay: float) -> torch.optim.Optimizer:
         from torchao.optim import AdamW8bit
 
@@ -73,19 +78,25 @@ class EightBitAdamW(MasterWeightAdamW):
             group["lr"].fill_(lr)  # its update is compiled, and would be again for another number
 
     def _moments(self, master: nn.Parameter) -> dict[str, Tensor]:
-        from torchao.optim.subclass_8bit import OptimState8bit
-
-        return {
-            name: value.dequantize() if isinstance(value, OptimState8bit) else value
-            for name, value in super()._moments(master).items()
-        }
+        found: dict[str, Tensor] = {}
+        held: dict[str, Any] = dict(super()._moments(master))
+        for name, value in held.items():
+            if hasattr(value, "codes"):
+                found |= {f"{name}_codes": value.codes, f"{name}_scale": value.scale}
+            else:
+                found[name] = value
+        return found
 
     def _restore_moments(self, master: nn.Parameter, moments: Mapping[str, Tensor]) -> None:
         state = {"step": moments["step"].cpu().clone()}
         for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            # the library's own choice of 8 or 32 bits; what was 8 bits before gives the same codes again
-            state[name] = self.adamw._new_buffer(master, is_signed)  # type: ignore[attr-defined]
-            state[name].copy_(moments[name])
+            # the library's own choice of 8 or 32 bits
+            made = state[name] = self.adamw._new_buffer(master, is_signed)  # type: ignore[attr-defined]
+            if name in moments:
+                made.copy_(moments[name])
+            else:
+                made.codes.copy_(moments[f"{name}_codes"])
+                made.scale.copy_(moments[f"{name}_scale"])
         self.adamw.state[master] = state
 
 
