@@ -11,7 +11,7 @@ from tests.models.tiny_hybrids import Rows, bf16, fp4, make, run_in_chunks, tiny
 from tests.models.tiny_models import EXACT
 
 from tracefp4.errors import ConfigError
-from tracefp4.formats.arithmetic import CONTROL, EMULATED, NATIVE
+from tracefp4.formats.arithmetic import CONTROL, EMULATED
 from tracefp4.guidance.session import record
 from tracefp4.models import Qwen35MoeEngineModel
 
@@ -147,8 +147,6 @@ def test_what_the_engine_does_not_compute_is_refused():
     ):
         with pytest.raises(ConfigError, match=named):
             Qwen35MoeEngineModel(tiny_config(**changes), {}, precision=bf16(model), arithmetic=EMULATED)
-    with pytest.raises(ConfigError, match=r"no pass of Qwen3\.5-MoE in bf16 storage"):
-        make(model, bf16(model), NATIVE)
     wrong = [dataclasses.replace(layer, kv=fp4(model)[1].kv) for layer in fp4(model)]
     with pytest.raises(ConfigError, match=r"no K and V; got a scheme for those of layers \[0, 2, 3\]"):
         make(model, wrong, EMULATED)

@@ -8,7 +8,6 @@ from tracefp4.formats.schemes import NVFP4_KV, NVFP4_ROW_POW2, NVFP4_TENSOR_POW2
 from tracefp4.kvcache import CacheShape, KVPool
 from tracefp4.models import Qwen35MoeEngineModel, Segment, TokenBatch
 
-PAGE = 4
 EXPERTS = {"activation": NVFP4_ROW_POW2, "weight": NVFP4_TENSOR_POW2}
 DELTA_LAYER = LayerPrecision(**EXPERTS, kv=None)
 ATTENTION_LAYER = LayerPrecision(**EXPERTS, kv=NVFP4_KV, k_exponent=0, v_exponent=-3)
@@ -65,18 +64,24 @@ def make(model, precision, arithmetic):
 class Rows:
     """Sequences under way in a pool of their own: each has its pages and its state."""
 
+    page = 4
+
     def __init__(self, engine_model, num_sequences, length, *, matrices=None):
-        self.model, self.num_pages = engine_model, -(-length // PAGE)
+        self.model, self.num_pages = engine_model, -(-length // self.page)
         sizes = engine_model.sizes
         shape = CacheShape(
             num_kv_heads=sizes.num_kv_heads,
             head_dim=sizes.head_dim,
             num_pages=self.num_pages * num_sequences,
-            page_size=PAGE,
+            page_size=self.page,
         )
         states = engine_model.new_states(num_sequences + 1, matrices=matrices)
         self.pool = KVPool(
-            shape, precision=engine_model.precision, arithmetic=engine_model.arithmetic, states=states
+            shape,
+            precision=engine_model.precision,
+            arithmetic=engine_model.arithmetic,
+            device=engine_model.device,
+            states=states,
         )
         self.table = torch.arange(self.num_pages * num_sequences).flip(0).view(num_sequences, -1)
         self.states = [states.begin() for _ in range(num_sequences)]
@@ -91,7 +96,7 @@ class Rows:
         starts = torch.tensor([self.lengths[sequence] for sequence, _ in work])
         positions = (starts[:, None] + torch.arange(width)) * is_real
         table = self.table[index]
-        slots = table.gather(1, positions // PAGE) * PAGE + positions % PAGE
+        slots = table.gather(1, positions // self.page) * self.page + positions % self.page
         segment = Segment(
             begin=begin,
             end=begin + int(counts.sum()),
@@ -102,8 +107,8 @@ class Rows:
         )
         return segment, positions[is_real], slots[is_real]
 
-    def forward(self, *works):
-        """One pass over segments of works (sequence, tokens); logits [tokens, V] by sequence."""
+    def batch(self, *works):
+        """Segments of works (sequence, tokens) side by side."""
         segments, positions, slots = zip(
             *(
                 self.segment(sum(len(t) for w in works[:i] for _, t in w), work)
@@ -112,14 +117,17 @@ class Rows:
             strict=True,
         )
         flat = [token for work in works for _, tokens in work for token in tokens]
-        batch = TokenBatch(
+        return TokenBatch(
             token_ids=torch.tensor(flat),
             positions=torch.cat(positions),
             slots=torch.cat(slots),
             segments=list(segments),
             logit_rows=torch.arange(len(flat)),
         )
-        logits = self.model.forward(batch, self.pool)
+
+    def forward(self, *works):
+        """One pass; logits [tokens, V] by sequence."""
+        logits = self.model.forward(self.batch(*works), self.pool)
         found, begin = {}, 0
         for work in works:
             for sequence, tokens in work:

@@ -123,4 +123,23 @@ MUTATIONS: tuple[Mutation, ...] = (
             "tests/kvcache/test_states.py::test_a_state_comes_back_with_its_bytes_whether_it_had_to_leave_or_not",
         ),
     ),
+    Mutation(
+        name="norm_under_a_float32_weight_is_rounded_twice",
+        fault="A norm rounds to bf16 before it multiplies by 1 + w.",
+        path="src/tracefp4/ops/norms.py",
+        old="    return (normed.to(weight.dtype) * weight).to(torch.bfloat16)\n",
+        new="    return (normed.to(torch.bfloat16) * weight).to(torch.bfloat16)\n",
+        tests=("tests/ops/test_rms_norm.py::test_under_a_float32_weight_a_value_is_rounded_once",),
+    ),
+    Mutation(
+        name="hybrid_new_weights_keep_the_old_norms",
+        fault="What is derived from the weights stays that of the first version.",
+        path="src/tracefp4/models/qwen3_5_moe_weights.py",
+        old="                torch.add(self[name].to(derived.dtype), 1.0, out=derived)\n",
+        new="                derived.add_(1.0)\n",
+        tests=(
+            "tests/models/test_qwen3_5_native.py::"
+            "test_new_weights_reach_what_is_derived_from_them_in_the_same_places",
+        ),
+    ),
 )

@@ -105,6 +105,23 @@ def test_a_wide_row_takes_several_blocks_of_a_thread(monkeypatch):
 
 
 @needs_compiler
+def test_under_a_float32_weight_a_value_is_rounded_once(emulator):
+    x, weight = rows(4, 96)
+    stored = 0.01 * weight
+    wide = x.double()
+    exact = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1.0 + stored.double())
+    for residual, rule in ((None, None), (x.flip(0) * 0.0, ROW)):
+        operands = (x, 1.0 + stored.float(), 1e-6, residual, rule)
+        wanted = rms_norm_reference(*operands)
+        assert_same(rms_norm_on_device(*operands), wanted)
+        assert (
+            wanted.values != exact.bfloat16()
+        ).float().mean() < 1e-2  # next to the middle between two numbers
+    twice = rms_norm_reference(x, (1.0 + stored.float()).bfloat16(), 1e-6, None, None)
+    assert (twice.values != exact.bfloat16()).float().mean() > 0.05
+
+
+@needs_compiler
 def test_unaligned_and_strided_operands(emulator):
     x, weight = rows(4, 65)
     operands = (x[:, 1:], weight[1:], 1e-6, x.flip(0)[:, :-1], ROW)

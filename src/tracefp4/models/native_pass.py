@@ -65,7 +65,10 @@ class NativePass:
         self._table = table
         self._embedding = weights[EMBEDDING]
         self._final_norm = weights["model.norm.weight"]
-        self._layers = [_layer(weights, layer, sizes) for layer in range(sizes.num_layers)]
+        self._layers = self._new_layers(weights)
+
+    def _new_layers(self, weights: Qwen3MoeWeights) -> list[Layer]:
+        return [layer_of(weights, index, self._sizes) for index in range(self._sizes.num_layers)]
 
     def reserve(self, length: int) -> None:
         """Make positions 0 .. length - 1 known.
@@ -114,19 +117,26 @@ class NativePass:
         heads = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
         qkv = linear(n, layer.qkv)
         norms: HeadNorms | None = layer.norms
-        if not sizes.norms_heads:
-            qkv, norms = self._normed_projection(qkv, layer.norms), None
+        if norms is not None and not sizes.norms_heads:
+            qkv, norms = self._normed_projection(qkv, norms), None
         q, k, v = qkv.view(len(n), -1, sizes.head_dim).split(heads, dim=1)
         q, k = rotary(q, k, norms=norms, angles=self._table.angles, positions=batch.positions)
+        self._append(index, (k, v), pages, batch, taps)
+        return attended(q, pages, batch)
+
+    def _append(
+        self, index: int, rows: tuple[Tensor, Tensor], pages: LayerPages, batch: TokenBatch, taps: Taps | None
+    ) -> None:
+        """Put rows of K and V into the pages of a layer, in FP4 if the layer keeps them so."""
+        k, v = rows
         if self._precision[index].kv is None:
             kv_append(pages.keys, k, slots=batch.slots)
             kv_append(pages.values, v, slots=batch.slots)
-        else:
-            rows = kv_quantize_append(pages, k, v, slots=batch.slots)
-            if taps is not None:
-                taps.keep(Site("k", index), rows[0])
-                taps.keep(Site("v", index), rows[1])
-        return _attended(q, pages, batch)
+            return
+        found = kv_quantize_append(pages, k, v, slots=batch.slots)
+        if taps is not None:
+            taps.keep(Site("k", index), found[0])
+            taps.keep(Site("v", index), found[1])
 
     def _normed_projection(self, qkv: Tensor, norms: HeadNorms) -> Tensor:
         """Queries and keys normed over the whole projection and, where the model clips, all three clipped."""
@@ -170,35 +180,36 @@ class _Dense(NamedTuple):
     down: Tensor
 
 
-class _Routed(NamedTuple):
+class Routed(NamedTuple):
     """Routed experts."""
 
     router: Tensor
     experts: Experts | Bf16Experts
 
 
-class _Layer(NamedTuple):
+class Layer(NamedTuple):
     """The weights of a decoder layer as the pass reads them."""
 
     input_norm: Tensor
     qkv: Tensor
-    norms: HeadNorms
+    norms: HeadNorms | None
     output: Tensor
     mlp_norm: Tensor
-    mlp: _Dense | _Routed
+    mlp: _Dense | Routed
 
 
-def _layer(weights: Qwen3MoeWeights, index: int, sizes: Qwen3MoeSizes) -> _Layer:
+def layer_of(weights: Qwen3MoeWeights, index: int, sizes: Qwen3MoeSizes) -> Layer:
+    """Return the weights of a layer that attends."""
+
     def named(name: str) -> Tensor:
         return weights[f"model.layers.{index}.{name}"]
 
-    mlp: _Dense | _Routed
+    mlp: _Dense | Routed
     if index in sizes.dense_layers:
         mlp = _Dense(named("mlp.gate_up_proj.weight"), named("mlp.down_proj.weight"))
     else:
-        experts = weights.experts(index) or Bf16Experts(*(named(name) for name in EXPERT_NAMES))
-        mlp = _Routed(named("mlp.gate.weight"), experts)
-    return _Layer(
+        mlp = routed_of(weights, index)
+    return Layer(
         input_norm=named("input_layernorm.weight"),
         qkv=named("self_attn.qkv_proj.weight"),
         norms=HeadNorms(
@@ -210,7 +221,14 @@ def _layer(weights: Qwen3MoeWeights, index: int, sizes: Qwen3MoeSizes) -> _Layer
     )
 
 
-def _attended(q: Tensor, pages: LayerPages, batch: TokenBatch) -> Tensor:
+def routed_of(weights: Qwen3MoeWeights, index: int) -> Routed:
+    """Return the routed experts of a layer."""
+    name = f"model.layers.{index}"
+    experts = weights.experts(index) or Bf16Experts(*(weights[f"{name}.{part}"] for part in EXPERT_NAMES))
+    return Routed(weights[f"{name}.mlp.gate.weight"], experts)
+
+
+def attended(q: Tensor, pages: LayerPages, batch: TokenBatch) -> Tensor:
     """Attention output [T, H * D] of rotated queries [T, H, D], segment by segment."""
     parts = [
         segment.flatten(

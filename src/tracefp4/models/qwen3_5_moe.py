@@ -23,18 +23,14 @@ from torch.nn.functional import linear
 from tracefp4.errors import ConfigError
 from tracefp4.kvcache.pool import KVPool
 from tracefp4.kvcache.states import StatePool, StateShape
-from tracefp4.models.batch import Segment, TokenBatch
+from tracefp4.models.batch import TokenBatch
 from tracefp4.models.native_pass import NativePass
 from tracefp4.models.qwen3_5_moe_config import Qwen35MoeSizes, read_sizes
+from tracefp4.models.qwen3_5_moe_weights import Qwen35MoeWeights
+from tracefp4.models.qwen3_5_native import Qwen35NativePass, advanced
 from tracefp4.models.qwen3_moe import Qwen3MoeEngineModel
 from tracefp4.models.rotary import rotate
-from tracefp4.ops.gated_delta import (
-    DeltaState,
-    DeltaWeights,
-    Projected,
-    gated_delta_prefill,
-    gated_delta_step,
-)
+from tracefp4.ops.gated_delta import Projected
 
 
 class Qwen35MoeEngineModel(Qwen3MoeEngineModel):
@@ -43,10 +39,11 @@ class Qwen35MoeEngineModel(Qwen3MoeEngineModel):
     Segments of its batches carry `state_slots`, its pools carry `states` (`new_states`). Precisions of delta layers
     have no `kv`.
 
-    Raises: ConfigError as there; also in bf16 storage, for which there is no pass yet.
+    Raises: ConfigError as there.
     """
 
     sizes: Qwen35MoeSizes
+    weights: Qwen35MoeWeights
 
     def new_states(self, num_slots: int, *, matrices: torch.dtype | None = None) -> StatePool:
         """Return states for so many sequences.
@@ -73,7 +70,11 @@ class Qwen35MoeEngineModel(Qwen3MoeEngineModel):
         """Run one pass: append K and V to the pages, advance the states, return logits [M, V] of `batch.logit_rows`.
 
         T = 0 is not allowed. A state must be that of the positions before the batch's, K and V likewise.
+
+        Raises: ConfigError in bf16 storage for a session that replays: kernels round to nearest alone.
         """
+        if self.native is not None:
+            return self._native_logits(self.native, batch, pool)
         h = self.weights["model.embed_tokens.weight"].index_select(0, batch.token_ids)
         cos, sin = self._rotary.rows(batch.positions)
         for layer in range(self.sizes.num_layers):
@@ -121,39 +122,12 @@ class Qwen35MoeEngineModel(Qwen3MoeEngineModel):
         """What a gated delta layer adds to the residual stream, [T, hidden]; its states move on."""
         assert pool.states is not None, "a pool of this model has states"
         name = f"model.layers.{layer}.linear_attn"
-        projected = [self._linear(n, f"{name}.in_proj_{which}.weight") for which in ("qkv", "z", "b", "a")]
-        weights, state = self._delta_weights(name), pool.states.layers[layer]
-        parts = [
-            segment.flatten(
-                self._advance(segment, Projected(*map(segment.spread, projected)), weights, state)
-            )
-            for segment in batch.segments
-        ]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._linear(out, f"{name}.out_proj.weight")
-
-    def _advance(
-        self, segment: Segment, projected: Projected, weights: DeltaWeights, state: DeltaState
-    ) -> Tensor:
-        """Outputs [B, Q, Hv * Dv] of a segment."""
-        slots, emulates = segment.state_slots, self.arithmetic.emulates_bf16
-        assert slots is not None, "a segment of this model says where its states are"
-        if segment.positions.shape[1] > 1:
-            return gated_delta_prefill(
-                projected, weights, state, slots=slots, lengths=segment.lengths, emulates_bf16=emulates
-            )
-        newest = Projected(*(part[:, 0] for part in projected))
-        return gated_delta_step(newest, weights, state, slots=slots, emulates_bf16=emulates)[:, None]
-
-    def _delta_weights(self, name: str) -> DeltaWeights:
-        wide = torch.promote_types(self.arithmetic.torch_dtype, torch.float32)
-        return DeltaWeights(
-            taps=self.weights[f"{name}.conv1d.weight"][:, 0].T.contiguous(),
-            a_log=self.weights[f"{name}.A_log"].to(wide),
-            dt_bias=self.weights[f"{name}.dt_bias"].to(wide),
-            norm=self.weights[f"{name}.norm.weight"],
-            epsilon=self.sizes.norm_epsilon,
+        projected = Projected(
+            *(self._linear(n, f"{name}.in_proj_{which}.weight") for which in ("qkv", "z", "b", "a"))
         )
+        weights, state = self.weights.delta(layer), pool.states.layers[layer]
+        out = advanced(projected, weights, state, batch, emulates_bf16=self.arithmetic.emulates_bf16)
+        return self._linear(out, f"{name}.out_proj.weight")
 
     def _shared(self, layer: int, n: Tensor) -> Tensor:
         """The shared expert behind its gate, [T, hidden]; never quantized."""
@@ -170,11 +144,13 @@ class Qwen35MoeEngineModel(Qwen3MoeEngineModel):
     def _read_sizes(self, config: Any) -> Qwen35MoeSizes:
         return read_sizes(config)
 
-    def _native_pass(self) -> NativePass:
-        raise ConfigError(
-            f"The engine has no pass of Qwen3.5-MoE in bf16 storage yet; got arithmetic {self.arithmetic.name!r}. "
-            "Arithmetics that store float32 or float64 are supported. Use EMULATED."
+    def _new_weights(self) -> Qwen35MoeWeights:
+        return Qwen35MoeWeights(
+            self.sizes, precision=self.precision, arithmetic=self.arithmetic, device=self.device
         )
+
+    def _native_pass(self) -> NativePass:
+        return Qwen35NativePass(self.sizes, self.weights, precision=self.precision, table=self._rotary)
 
     def _check_precision(self) -> None:
         super()._check_precision()

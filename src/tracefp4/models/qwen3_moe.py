@@ -81,9 +81,7 @@ class Qwen3MoeEngineModel:
         self._rotary = RotaryTable(
             self.sizes.rotary_dim, theta=self.sizes.rope_theta, arithmetic=arithmetic, device=self.device
         )
-        self.weights = Qwen3MoeWeights(
-            self.sizes, precision=self.precision, arithmetic=arithmetic, device=self.device
-        )
+        self.weights = self._new_weights()
         self.weights.load(state)
         self.native: NativePass | None = None
         """The pass by kernels, in bf16 storage; None in any other arithmetic."""
@@ -92,6 +90,11 @@ class Qwen3MoeEngineModel:
 
     def _read_sizes(self, config: Any) -> Qwen3MoeSizes:
         return read_sizes(config)
+
+    def _new_weights(self) -> Qwen3MoeWeights:
+        return Qwen3MoeWeights(
+            self.sizes, precision=self.precision, arithmetic=self.arithmetic, device=self.device
+        )
 
     def _native_pass(self) -> NativePass:
         return NativePass(self.sizes, self.weights, precision=self.precision, table=self._rotary)

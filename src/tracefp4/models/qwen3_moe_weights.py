@@ -38,6 +38,12 @@ EXPERT_NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 FUSED = {
     "self_attn.qkv_proj.weight": tuple(f"self_attn.{which}_proj.weight" for which in "qkv"),
     "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.shared_expert.gate_up_proj.weight": tuple(
+        f"mlp.shared_expert.{half}_proj.weight" for half in ("gate", "up")
+    ),
+    "linear_attn.in_proj.weight": tuple(
+        f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")
+    ),
 }
 """Matrices of a layer that several tensors of a state dict make up, in the order of their rows."""
 

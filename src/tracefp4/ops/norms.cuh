@@ -37,4 +37,9 @@ DEVICE uint32_t normed(uint32_t pair, float factor, uint32_t weight) {
     return bf16x2_of(low_bf16(x) * low_bf16(weight), high_bf16(x) * high_bf16(weight));
 }
 
+/* R(weight * (x * factor)) of a pair of bf16 under two float32 weights. */
+DEVICE uint32_t normed_once(uint32_t pair, float factor, float2 weight) {
+    return bf16x2_of(low_bf16(pair) * factor * weight.x, high_bf16(pair) * factor * weight.y);
+}
+
 #endif

@@ -2,8 +2,8 @@
 
     h = R(residual + x);   r = 1 / sqrt(mean(h^2) + epsilon);   n = R(weight * R(h * r));   codes, scales = Q(n)
 
-R rounds to bf16, where a bf16 tensor would be written. r is computed in float64 and rounded to float32, so it does not
-depend on the order of a sum. Shapes: T rows, H hidden.
+R rounds to bf16, where a bf16 tensor would be written; under a float32 weight n = R(weight * (h * r)), rounded once. r
+is computed in float64 and rounded to float32, so it does not depend on the order of a sum. Shapes: T rows, H hidden.
 """
 
 import torch
@@ -36,7 +36,7 @@ def rms_norm(
 
     Args:
         x: bfloat16 [T, H], H a multiple of 16 up to 65,536; T = 0 is fine.
-        weight: bfloat16 [H].
+        weight: bfloat16 [H]; or float32 [H], as models have it whose weight is 1 + what they store.
         epsilon: Added to the mean square, as float32.
         residual: bfloat16 [T, H], to be added to x; not written.
         rule: Scheme (outer scale per row, static or none) and static exponent of the FP4 copy; None makes none.
@@ -58,12 +58,13 @@ def rms_norm(
 
 
 def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
-    dtypes = {x.dtype, weight.dtype} if residual is None else {x.dtype, weight.dtype, residual.dtype}
+    dtypes = {x.dtype} if residual is None else {x.dtype, residual.dtype}
+    dtypes |= set() if weight.dtype == torch.float32 else {weight.dtype}
     fits = x.dim() == 2 and weight.shape == x.shape[1:] and (residual is None or residual.shape == x.shape)
     if not fits or dtypes != {torch.bfloat16} or x.shape[1] % 16 or not 0 < x.shape[1] <= _MAX_WIDTH:
         added = "no residual" if residual is None else f"a residual {residual.dtype} {tuple(residual.shape)}"
         raise FormatError(
-            f"rms_norm needs bfloat16 rows [T, H], a weight [H] and a residual like the rows, H a multiple of 16 up to "
-            f"{_MAX_WIDTH}; got {x.dtype} {tuple(x.shape)}, {weight.dtype} {tuple(weight.shape)} and {added}. Cast, "
-            "or flatten leading dimensions."
+            "rms_norm needs bfloat16 rows [T, H], a weight [H] in bfloat16 or float32 and a residual like the rows, H "
+            f"a multiple of 16 up to {_MAX_WIDTH}; got {x.dtype} {tuple(x.shape)}, {weight.dtype} "
+            f"{tuple(weight.shape)} and {added}. Cast, or flatten leading dimensions."
         )

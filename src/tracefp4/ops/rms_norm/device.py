@@ -29,7 +29,8 @@ def rms_norm_on_device(
         parts = (block_tensor.outer, block_tensor.block_scales, block_tensor.packed)
     case = rows_case(width, rule)
     launch = Launch("normalize_rows", (num_rows,), case.threads(width), case.defines)
-    LIBRARY.launch(launch, x, other, weight, width, float(epsilon), sums, values, *parts, device=x.device)
+    sizes = (int(weight.dtype == torch.float32), width, float(epsilon))
+    LIBRARY.launch(launch, x, other, weight, *sizes, sums, values, *parts, device=x.device)
     return Normed(values, sums, block_tensor)
 
 
@@ -44,6 +45,7 @@ def _pairs(device: torch.device, case: RowsCase) -> Iterator[tuple[str, Tensor, 
     for residual, rule in ((None, None), (x.flip(0), case.rule())):
         if rule is None and case.scheme != NVFP4_ROW_POW2:
             continue  # without a copy in FP4 the kernel is that of the usual scheme
+        weight = weight if rule is None else weight.to(torch.float32) + 2.0**-20  # which bf16 does not hold
         got = rms_norm_on_device(x, weight, 1e-6, residual, rule)
         wanted = rms_norm_reference(x, weight, 1e-6, residual, rule)
         yield "normed values", got.values, wanted.values

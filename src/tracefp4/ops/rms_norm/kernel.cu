@@ -22,11 +22,17 @@ DEVICE double sum_of_block(double mine) {
     return mine;
 }
 
-/* `residual` and `sums` may both be null, and so may `outer`, `block_scales` and `packed`. All that is read is under way
- * before anything is computed. */
-KERNEL __launch_bounds__(512) normalize_rows(const void *x, const void *residual, const void *weight, int width,
-                                             float epsilon, void *sums, void *out, void *outer, uint8_t *block_scales,
-                                             uint8_t *packed) {
+/* R(weight * (x * factor)) of eight under float32 weights, which lie in the caches. */
+DEVICE void norm_once(struct eight &part, float factor, const void *weight, int eight) {
+    const float2 *pairs = static_cast<const float2 *>(weight) + eight * 4;
+    for (int w = 0; w < 4; w++) part.word[w] = normed_once(part.word[w], factor, pairs[w]);
+}
+
+/* `residual` and `sums` may both be null, and so may `outer`, `block_scales` and `packed`. The weight is float32 where
+ * `is_wide`. All that is read of rows is under way before anything is computed. */
+KERNEL __launch_bounds__(512) normalize_rows(const void *x, const void *residual, const void *weight, int is_wide,
+                                             int width, float epsilon, void *sums, void *out, void *outer,
+                                             uint8_t *block_scales, uint8_t *packed) {
     int num_eights = num_eights_of(width);
     int64_t first = (int64_t)blockIdx.x * num_eights;
     struct row row, other, of_weight;
@@ -35,7 +41,7 @@ KERNEL __launch_bounds__(512) normalize_rows(const void *x, const void *residual
         if (eight_of(p) >= num_eights) continue;
         row.part[p] = load_eight(x, first + eight_of(p));
         if (residual) other.part[p] = load_eight(residual, first + eight_of(p));
-        if (PARTS <= 2) of_weight.part[p] = load_shared_eight(weight, eight_of(p)); /* more would not fit */
+        if (PARTS <= 2 && !is_wide) of_weight.part[p] = load_shared_eight(weight, eight_of(p)); /* more would not fit */
     }
     for (int p = 0; p < PARTS; p++) {
         if (eight_of(p) >= num_eights) continue;
@@ -49,9 +55,13 @@ KERNEL __launch_bounds__(512) normalize_rows(const void *x, const void *residual
     float factor = norm_factor(sum_of_block(squares), width, epsilon);
     for (int p = 0; p < PARTS; p++) {
         if (eight_of(p) >= num_eights) continue;
-        if (PARTS > 2) of_weight.part[p] = load_shared_eight(weight, eight_of(p));
-        for (int w = 0; w < 4; w++)
-            row.part[p].word[w] = normed(row.part[p].word[w], factor, of_weight.part[p].word[w]);
+        if (is_wide) {
+            norm_once(row.part[p], factor, weight, eight_of(p));
+        } else {
+            if (PARTS > 2) of_weight.part[p] = load_shared_eight(weight, eight_of(p));
+            for (int w = 0; w < 4; w++)
+                row.part[p].word[w] = normed(row.part[p].word[w], factor, of_weight.part[p].word[w]);
+        }
         store_eight(row.part[p], out, first + eight_of(p));
     }
     if (packed) quantize_row(row, width, out, outer, block_scales, packed);
