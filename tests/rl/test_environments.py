@@ -70,7 +70,10 @@ def test_every_position_has_the_record_of_a_recomputation(model):
 def test_only_new_positions_are_computed_after_a_turn(model):
     episodes = make_episodes(World(says("XYZ", "AB")), model=model, turn_tokens=4)
     rows, run = [], episodes.engine._runner.run
-    episodes.engine._runner.run = lambda works: rows.append(sum(w.count for w in works)) or run(works)
+    decoding = episodes.engine._scheduler.rows
+    episodes.engine._runner.run = lambda chunks: (
+        rows.append(len(decoding) + sum(work.count for work in chunks)) or run(chunks)
+    )
     played = flat(episodes.play(PROMPTS, drawn(40)))
     given = sum(len(Letters().encode(task.prompt)) for task in PROMPTS)
     # each prompt once for its two samples; then the last sampled token and the environment's, twice

@@ -54,7 +54,10 @@ def test_only_new_positions_are_computed(model):
     first = [row[0] for row in engine.generate(PROMPTS, sampled(5, seed=1))]
     before, rows = engine.stats, []
     run = engine._runner.run
-    engine._runner.run = lambda works: rows.append(sum(w.count for w in works)) or run(works)
+    decoding = engine._scheduler.rows
+    engine._runner.run = lambda chunks: (
+        rows.append(len(decoding) + sum(w.count for w in chunks)) or run(chunks)
+    )
     engine.extend(first, [[7, 7, 2], [9]], sampled(4, seed=2))
     # the last sampled token, the added ones, and the new ones but the last
     assert sum(rows) == (1 + 3 + 3) + (1 + 1 + 3)

@@ -11,6 +11,8 @@ from tracefp4.formats.tensor import BlockTensor
 from tracefp4.guidance.record import Record
 
 FinishReason = Literal["stop", "length", "abort"]
+DecodePass = Literal["graph", "eager"]
+"""How the decoding sequences of a step were computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +108,7 @@ class EngineStats:
     prefill_tokens: int = 0
     """Prompt tokens computed; a prompt shared by n samples counts once."""
     num_steps: int = 0
-    """Forward passes."""
+    """Steps: a forward pass each, or two where decoding is captured and prompts are computed beside it."""
     seconds: float = 0.0
     """Wall time inside steps."""
     peak_pages: int = 0
@@ -124,18 +126,30 @@ class EngineStats:
     update asked for it."""
     positions_recoded: int = 0
     """Recomputed positions whose recorded K or V came out as other codes or scales."""
+    graph_passes: int = 0
+    """Decode passes that ran as a captured graph."""
+    eager_passes: int = 0
+    """Decode passes that ran launch by launch; prompts always do, and are not counted here."""
+    why_eager: str = ""
+    """Why this engine captures no decode passes; empty if it does."""
+    record_waits: int = 0
+    """Times that a pass waited because what earlier ones recorded was still on its way to the log."""
     prefix_hits: int = 0
     """Pages that a request found in the prefix cache."""
     prefix_tokens: int = 0
     """Given tokens that were neither computed nor restored because of that."""
 
-    def after_step(self, *, prefill_tokens: int, tokens_generated: int, seconds: float) -> "EngineStats":
-        """Return the counters after one more forward pass."""
+    def after_step(
+        self, *, prefill_tokens: int, tokens_generated: int, decode_pass: DecodePass | None, seconds: float
+    ) -> "EngineStats":
+        """Return the counters after one more step."""
         return replace(
             self,
             tokens_generated=self.tokens_generated + tokens_generated,
             prefill_tokens=self.prefill_tokens + prefill_tokens,
             num_steps=self.num_steps + 1,
+            graph_passes=self.graph_passes + (decode_pass == "graph"),
+            eager_passes=self.eager_passes + (decode_pass == "eager"),
             seconds=self.seconds + seconds,
         )
 

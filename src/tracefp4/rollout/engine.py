@@ -14,28 +14,32 @@ from typing import Any
 from torch import Tensor
 
 from tracefp4.errors import ConfigError
-from tracefp4.formats.arithmetic import Arithmetic
-from tracefp4.formats.precision import LayerPrecision, scheme_digest
+from tracefp4.formats.precision import scheme_digest
 from tracefp4.formats.tensor import BlockTensor
-from tracefp4.guidance.record import Site
-from tracefp4.kvcache import CacheShape, KVPool, PageAllocator
+from tracefp4.kvcache import KVPool, PageAllocator
 from tracefp4.models.qwen3_moe import Qwen3MoeEngineModel
 from tracefp4.rollout.calls import CompletingCalls
 from tracefp4.rollout.completion import Completion, EngineStats, SamplingParams
-from tracefp4.rollout.jobs import Job, check_job, extending_job
+from tracefp4.rollout.graphs import DecodeGraphs, why_eager
+from tracefp4.rollout.jobs import Job, check_fits, check_job, extending_job
 from tracefp4.rollout.ledger import Ledger
+from tracefp4.rollout.options import EngineOptions
 from tracefp4.rollout.prefixes import build_prefixes
 from tracefp4.rollout.recorder import build_recorder
 from tracefp4.rollout.residence import build_residence
+from tracefp4.rollout.ring import RecordRing
+from tracefp4.rollout.rows import build_rows
 from tracefp4.rollout.runner import Runner
-from tracefp4.rollout.sampler import sample
 from tracefp4.rollout.scheduler import Scheduler
 from tracefp4.rollout.sequence import Sequence
-from tracefp4.rollout.stopping import Decode
+from tracefp4.rollout.sizing import cache_shape
+
+RING_SLOTS = 3
+"""Passes whose bytes may be on their way to the log."""
 
 
 @dataclass(eq=False)
-class LocalEngine(CompletingCalls):
+class LocalEngine(EngineOptions, CompletingCalls):
     """Generates completions of a Qwen3-MoE model, in this process.
 
     Raises: ConfigError for a config, state dict, plan or size that does not fit.
@@ -46,65 +50,45 @@ class LocalEngine(CompletingCalls):
     state: InitVar[Mapping[str, Tensor | BlockTensor]]
     """State dict of transformers' Qwen3MoeForCausalLM, names as in memory; copied. Matrices may be BlockTensors."""
     _: KW_ONLY
-    precision: tuple[LayerPrecision, ...]
-    """One entry per decoder layer."""
-    arithmetic: Arithmetic
-    """Compute dtype and rounding points."""
-    plan_digest: str
-    """Digest of the plan that `precision` and `records` come from; part of every record."""
-    num_pages: int
-    """KV pages; may be fewer than all sequences at full length need."""
-    max_batch: int
-    """Most sequences that run at once."""
-    max_tokens_per_step: int
-    """Most tokens of one pass; longer prompts are computed in chunks. At least max_batch."""
-    page_size: int = 16
-    """Positions per page."""
-    records: bool | tuple[Site, ...] = True
-    """Sites to record, beside the routing of every layer; True: x, k and v wherever they are quantized;
-    False: nothing."""
-    prefix_cache: bool = False
-    """Keep full pages of finished sequences for requests that begin with the same tokens. Off: a training loop flushes
-    it with every update and shares the prompts of a group anyway, and kept pages and records take memory."""
-    max_swapped_pages: int | None = None
-    """Most KV pages in host memory; pages beyond come back from recorded codes or are computed again. None: no
-    limit."""
-    max_log_rows: int = 1 << 18
-    """Positions that the running log may hold before it is turned into records."""
-    decode: Decode | None = None
-    """Token ids to text, needed for stop texts alone."""
     weight_version: int = 0
     """Version of the weights in use; changes only through `update_weights`."""
 
     def __post_init__(self, config: Any, state: Mapping[str, Tensor | BlockTensor]) -> None:
+        self.check_limits()
         self._model = Qwen3MoeEngineModel(config, state, precision=self.precision, arithmetic=self.arithmetic)
-        sizes = self._model.sizes
-        shape = CacheShape(
-            num_kv_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-        )
-        self.pool = KVPool(
-            shape, precision=self.precision, arithmetic=self.arithmetic, device=self._model.device
-        )
-        self._allocator = PageAllocator(
-            self.num_pages, save=self.pool.save, load=self.pool.load, max_saved=self.max_swapped_pages
-        )
+        device = self._model.device
         self._recorder = build_recorder(
-            self.records, sizes=sizes, precision=self.precision, plan_digest=self.plan_digest
+            self.records,
+            sizes=self._model.sizes,
+            precision=self.precision,
+            plan_digest=self.plan_digest,
+            ring=RecordRing(device, num_slots=RING_SLOTS, slot_tokens=self.max_batch),
         )
-        rules = (self.plan_digest, scheme_digest(self.precision))
+        shape, length = cache_shape(
+            self, self._model, recorder=self._recorder, max_positions=config.max_position_embeddings
+        )
+        self.num_pages = shape.num_pages
+        self.pool = KVPool(shape, precision=self.precision, arithmetic=self.arithmetic, device=device)
+        self._allocator = PageAllocator(
+            shape.num_pages, save=self.pool.save, load=self.pool.load, max_saved=self.max_swapped_pages
+        )
         self._prefixes = build_prefixes(
-            self.prefix_cache, self._allocator, shape=shape, rules=rules, weight_version=self.weight_version
+            self.prefix_cache,
+            self._allocator,
+            shape=shape,
+            rules=(self.plan_digest, scheme_digest(self.precision)),
+            weight_version=self.weight_version,
         )
-        self._runner = Runner(self._model, self.pool, self._recorder)
+        rows = build_rows(shape, max_batch=self.max_batch, max_length=length, device=device)
+        why_not = why_eager(self._model, is_wanted=self.graphs)
+        self._graphs = None if why_not else DecodeGraphs(self._model, self.pool, rows, self._recorder)
+        self._runner = Runner(self._model, self.pool, rows=rows, recorder=self._recorder, graphs=self._graphs)
         self._residence = build_residence(
             self._allocator, pool=self.pool, recorder=self._recorder, prefixes=self._prefixes
         )
         self._scheduler = Scheduler(
             self._residence,
-            max_batch=self.max_batch,
+            rows=rows,
             max_tokens_per_step=self.max_tokens_per_step,
             decode=self.decode,
         )
@@ -114,9 +98,12 @@ class LocalEngine(CompletingCalls):
             prefixes=self._prefixes,
             max_log_rows=self.max_log_rows,
         )
+        if self._graphs is not None and self.captures_at_start:
+            self._graphs.capture_all()
+        self._max_length = length
         self._num_requests = 0
         self._is_paused = False
-        self._stats = EngineStats()
+        self._stats = EngineStats(why_eager=why_not)
 
     @property
     def stats(self) -> EngineStats:
@@ -124,6 +111,7 @@ class LocalEngine(CompletingCalls):
         return replace(
             self._stats,
             preemptions=self._scheduler.num_preemptions,
+            record_waits=0 if self._recorder is None else self._recorder.ring.num_waits,
             **self._residence.counts(),
         )
 
@@ -164,14 +152,21 @@ class LocalEngine(CompletingCalls):
                 "The engine is paused; got step. Nothing runs between pause and resume. Call resume first."
             )
         started = time.perf_counter()
-        works = self._scheduler.schedule()
-        num_prefill = sum(work.num_given_computed for work in works)
-        logits, log_row = self._runner.run(works)
-        draws = self._scheduler.advance(works, version=self.weight_version, first_log_row=log_row)
-        finished = self._scheduler.accept(draws, *sample(logits, draws), ended=self._ledger.finished)
+        chunks = self._scheduler.schedule()
+        num_prefill = sum(work.num_given_computed for work in chunks)
+        computed = self._runner.run(chunks)
+        # the device computes meanwhile
+        draws = self._scheduler.advance(
+            chunks, version=self.weight_version, row_log=computed.row_log, chunk_log=computed.chunk_log
+        )
+        token_ids, logprobs = self._runner.draw(computed, draws)
+        finished = self._scheduler.accept(draws, token_ids, logprobs, ended=self._ledger.finished)
         self._ledger.seal_if_long()
         self._stats = self._stats.after_step(
-            prefill_tokens=num_prefill, tokens_generated=len(draws), seconds=time.perf_counter() - started
+            prefill_tokens=num_prefill,
+            tokens_generated=len(token_ids),
+            decode_pass=computed.decode_pass,
+            seconds=time.perf_counter() - started,
         )
         return finished
 
@@ -242,6 +237,7 @@ class LocalEngine(CompletingCalls):
 
     def _check(self, job: Job) -> None:
         check_job(job, vocab_size=self._model.sizes.vocab_size, can_decode=self.decode is not None)
+        check_fits(job, self.pool.shape, max_length=self._max_length)
         if job.earlier is not None and job.earlier.record is not None and self._recorder is not None:
             num_tokens = len(job.prompt_ids) + len(job.earlier.token_ids)
             self._recorder.check_earlier(job.earlier.record, num_tokens=num_tokens)

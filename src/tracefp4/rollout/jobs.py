@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tracefp4.errors import ConfigError
+from tracefp4.kvcache.pool import CacheShape
 from tracefp4.rollout.completion import Completion, SamplingParams
 from tracefp4.rollout.sequence import Request
 
@@ -105,4 +106,27 @@ def check_job(job: Job, *, vocab_size: int, can_decode: bool) -> None:
         raise ConfigError(
             f"Stop texts need text; got stop {job.params.stop} for an engine without a decoder. Allowed are "
             "stop_token_ids, or an engine made with decode. Pass decode=tokenizer.decode."
+        )
+
+
+def check_fits(job: Job, shape: CacheShape, *, max_length: int) -> None:
+    """Refuse what could not even run alone.
+
+    Raises: ConfigError for a longest completion of more than `max_length` positions, or more pages than the pool has.
+    """
+    num_given = len(job.prompt_ids) + len(job.added)
+    num_given += 0 if job.earlier is None else len(job.earlier.token_ids)
+    params, length = job.params, num_given + job.params.max_tokens - 1
+    asked = f"a prompt of {num_given} tokens with max_tokens {params.max_tokens} and n {params.n}"
+    if length > max_length:
+        raise ConfigError(
+            f"A request is longer than a sequence may be; got {asked}, which has {length} positions. At most "
+            f"{max_length} are allowed. Raise max_length, as far as the model goes, or lower max_tokens."
+        )
+    needed = -(-length // shape.page_size)
+    needed += params.n > 1 and num_given % shape.page_size > 0  # its own copy of a shared page
+    if needed > shape.num_pages:
+        raise ConfigError(
+            f"A request can never fit into the KV pool; got {asked}, which needs {needed} pages. The pool has "
+            f"{shape.num_pages} pages of {shape.page_size} positions. Raise num_pages or lower max_tokens."
         )

@@ -134,6 +134,12 @@ class PrefixCache:
             if entry.page in self._by_page:
                 self._evict(entry.page)
 
+    def forget_unsealed(self) -> None:
+        """Forget every page whose log rows never came, and those computed after it."""
+        for entry in self.entries:
+            if entry.rows and entry.page in self._by_page:
+                self._evict(entry.page)
+
     def seal(
         self, build: Callable[[list[Entry]], list[Record]], entries: Sequence[Entry] | None = None
     ) -> None:

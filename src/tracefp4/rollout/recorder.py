@@ -4,6 +4,9 @@ The log keeps every pass whole; a sequence keeps the log row of each of its posi
 n samples is logged once, and a sequence that rested needs nothing. K and V need no second look: their codes
 in the log are the bytes that went to the pages, and pages never change. Whole codes are also enough to write a page
 again; `keeps_cache` tells whether every layer's K and V are among the recorded sites.
+
+A pass of the definition is observed site by site (`step`). A native pass taps its bytes (`new_taps`) and hands them
+over (`take`); they reach the log through a ring (`ring.py`), and whatever reads the log waits for them.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ from tracefp4.guidance.builder import SequenceRows, StepLog
 from tracefp4.guidance.record import Record, RecordIdentity, Site, SiteKind
 from tracefp4.guidance.session import record
 from tracefp4.guidance.site_record import FULL
+from tracefp4.models.qwen3_moe import Qwen3MoeEngineModel
 from tracefp4.models.qwen3_moe_config import Qwen3MoeSizes
+from tracefp4.models.taps import StackedTaps, Taps
 from tracefp4.rollout import sequence as rollout_sequence
 from tracefp4.rollout.history import joined
 from tracefp4.rollout.prefixes import Entry, PrefixCache
+from tracefp4.rollout.ring import RecordRing
 
 CACHED: tuple[SiteKind, ...] = ("k", "v")
 
@@ -53,6 +59,7 @@ class Recorder:
         sizes: the model's; routing of every layer with experts is recorded.
         precision: the engine's, one entry per layer.
         plan_digest: goes into every record.
+        ring: takes the bytes of native passes to the log.
 
     Raises: ConfigError naming sites that the engine does not round, or that a record cannot hold.
     """
@@ -64,6 +71,7 @@ class Recorder:
         sizes: Qwen3MoeSizes,
         precision: Sequence[LayerPrecision],
         plan_digest: str,
+        ring: RecordRing,
     ) -> None:
         unknown = sorted(set(sites) - set(recordable_sites(precision)))
         if unknown:
@@ -83,7 +91,10 @@ class Recorder:
         cached = {Site(kind, layer) for kind in CACHED for layer in range(sizes.num_layers)}
         self.keeps_cache = cached <= set(sites)
         """True if K and V of every layer are recorded, so that pages can be written from records."""
+        self.ring = ring
+        """On its way to the log."""
         self._log = self._new_log()
+        self._num_rows = 0
 
     @property
     def rules(self) -> tuple[str, str]:
@@ -102,15 +113,40 @@ class Recorder:
         except BaseException:
             self._log.abandon_step()
             raise
+        self._num_rows = self._log.num_rows
+
+    def new_taps(self, model: Qwen3MoeEngineModel) -> Taps:
+        """Return taps for one native pass."""
+        return model.taps(self.sites, routed_layers=self._routed_layers)
+
+    def take(self, taps: StackedTaps, *, num_tokens: int, num_rows: int | None = None) -> int:
+        """Keep what a native pass tapped; returns the log row of its first token. The bytes may arrive later.
+
+        Args:
+            taps: of the pass, on its device.
+            num_tokens: tokens of the pass; they come first.
+            num_rows: the same with padding; None: there is none.
+
+        Raises: RecordError if an earlier pass did not reach the log.
+        """
+        log, first = self._log, self._num_rows
+
+        def add(kept: StackedTaps, count: int) -> None:
+            log.add_step(kept.sites, ids=kept.ids, num_tokens=count)
+
+        self.ring.push(taps, num_tokens=num_tokens, num_rows=num_rows or num_tokens, sink=add)
+        self._num_rows += num_tokens
+        return first
 
     @property
     def num_rows(self) -> int:
-        """Log rows held."""
-        return self._log.num_rows
+        """Log rows held, or on their way."""
+        return self._num_rows
 
     def build(self, sequences: Sequence[rollout_sequence.Sequence]) -> list[Record | None]:
         """Records of sequences, in order, of the positions that are inputs of their tokens; None for one of which
         nothing was computed."""
+        self.ring.drain()
         started = [sequence for sequence in sequences if sequence.history.num_positions]
         wanted: list[SequenceRows] = []
         for sequence in started:
@@ -143,7 +179,7 @@ class Recorder:
             prefixes.seal(self.build_entries)
         for sequence, built in zip(sequences, records, strict=True):
             sequence.history.seal(built)
-        self._log = self._new_log()
+        self._log, self._num_rows = self._new_log(), 0
 
     def check_earlier(self, record: Record, *, num_tokens: int) -> None:
         """Refuse the record of a trajectory of `num_tokens` tokens that this engine cannot go on from.
@@ -169,7 +205,10 @@ class Recorder:
             )
 
     def forget(self, prefixes: PrefixCache | None) -> None:
-        """Drop everything logged; called when no sequence refers to it any more. Cached prefixes get records."""
+        """Drop everything logged; called when no sequence refers to it any more. Cached prefixes get records, or go if
+        their rows never arrived."""
+        if self.ring.reset() and prefixes is not None:
+            prefixes.forget_unsealed()
         self.seal([], prefixes)
 
     def _new_log(self) -> StepLog:
@@ -206,6 +245,7 @@ class Recorder:
 
     def build_entries(self, entries: Sequence[Entry]) -> list[Record]:
         """Records of cached pages that name log rows, in order."""
+        self.ring.drain()
         return self._log.build(
             [
                 self._rows_of(entry.rows, start=entry.start, versions=_compact(entry.versions))
@@ -252,9 +292,10 @@ def build_recorder(
     sizes: Qwen3MoeSizes,
     precision: Sequence[LayerPrecision],
     plan_digest: str,
+    ring: RecordRing,
 ) -> Recorder | None:
     """Return the recorder that an engine's `records` option asks for: True means the default sites."""
     if records is False:
         return None
     sites = default_sites(precision) if records is True else records
-    return Recorder(sites, sizes=sizes, precision=precision, plan_digest=plan_digest)
+    return Recorder(sites, sizes=sizes, precision=precision, plan_digest=plan_digest, ring=ring)

@@ -16,6 +16,7 @@ This file counts frames and moves sequences; it chooses no order among them (tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tracefp4.guidance.record import Record
 from tracefp4.kvcache.pages import Page, PageAllocator
@@ -73,7 +74,7 @@ class Residence:
         """Frames of the pool."""
         return self._allocator.num_pages
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """Counters since the engine was made, by their names in EngineStats."""
         num_hits = 0 if self.prefixes is None else self.prefixes.num_hits
         return {
@@ -131,6 +132,15 @@ class Residence:
         if self.prefixes is not None:
             for index in range(begin // self.page_size, sequence.num_cached // self.page_size):
                 self._offer(sequence, index)
+
+    def advance_each(self, sequences: Sequence[Running], *, version: int, first_log_row: int | None) -> None:
+        """Note that each of some decoding sequences computed its newest token; their log rows follow each other."""
+        for place, sequence in enumerate(sequences):
+            sequence.advance_one(version, log_row=None if first_log_row is None else first_log_row + place)
+        if self.prefixes is not None:
+            for sequence in sequences:
+                if sequence.num_cached % self.page_size == 0:
+                    self._offer(sequence, sequence.num_cached // self.page_size - 1)
 
     def flush(self, sequence: Running) -> None:
         """Forget all pages of a waiting sequence; its computed positions will be computed again."""

@@ -1,13 +1,15 @@
-"""Works to tensors to logits: lays out one pass as a flat batch and runs the model over it.
+"""Works to tensors to tokens: lays out one pass as a flat batch, runs the model over it and draws.
 
-Index tensors (page tables, slots, positions) are built here once per pass; no layer builds any.
+Index tensors (page tables, slots, positions) are made here once per pass; no layer makes any. Where decoding is
+captured (`graphs.py`), a step is up to two passes: the decoding rows by a graph, and the chunks of prompts eagerly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +17,29 @@ from torch import Tensor
 from tracefp4.kvcache.pool import KVPool
 from tracefp4.models.batch import Segment, TokenBatch
 from tracefp4.models.qwen3_moe import Qwen3MoeEngineModel
+from tracefp4.ops.sample import Sampled, draw, sample
+from tracefp4.rollout.completion import DecodePass
+from tracefp4.rollout.graphs import DecodeGraphs
 from tracefp4.rollout.recorder import Recorder
-from tracefp4.rollout.sequence import Work
+from tracefp4.rollout.rows import DecodeRows
+from tracefp4.rollout.sampler import columns, joined
+from tracefp4.rollout.sequence import Draw, Work
+
+
+class Computed(NamedTuple):
+    """What a step has computed; on a GPU, what it has been told to."""
+
+    outputs: Tensor | None
+    """One row for every decoding row, unless they have been drawn, and for every chunk that draws, in order: hidden
+    states after the last norm of a native pass, else logits. None if there was no such row."""
+    drawn: Sampled | None
+    """What a captured pass drew for the decoding rows, in host memory once `DecodeGraphs.wait` returns."""
+    row_log: int | None
+    """First log row of the decoding rows; None when nothing is recorded."""
+    chunk_log: int | None
+    """First log row of the chunks."""
+    decode_pass: DecodePass | None
+    """How the decoding rows were computed; None if there were none."""
 
 
 class Runner:
@@ -25,32 +48,86 @@ class Runner:
     Args:
         model: computes.
         pool: holds K and V.
+        rows: the decoding sequences.
         recorder: logs every pass; None records nothing.
+        graphs: captured passes over the rows; None: every pass runs eagerly.
     """
 
-    def __init__(self, model: Qwen3MoeEngineModel, pool: KVPool, recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        model: Qwen3MoeEngineModel,
+        pool: KVPool,
+        *,
+        rows: DecodeRows,
+        recorder: Recorder | None,
+        graphs: DecodeGraphs | None,
+    ) -> None:
         self._model = model
         self._pool = pool
+        self._rows = rows
         self._recorder = recorder
+        self._graphs = graphs
 
-    def run(self, works: Sequence[Work]) -> tuple[Tensor, int | None]:
-        """Compute a pass.
+    def run(self, chunks: Sequence[Work]) -> Computed:
+        """Compute all rows and some chunks, shortest first; at least one of either."""
+        count, drawn, row_log = len(self._rows), None, None
+        if count and self._graphs is not None:
+            drawn, row_log = self._graphs.run(count)
+        parts = [] if drawn is not None or not count else [self._rows.batch()]
+        if chunks:
+            parts.append(chunk_batch(chunks, pool=self._pool))
+        if not parts:
+            return Computed(None, drawn, row_log, None, "graph")
+        outputs, first = self._forward(_side_by_side(parts))
+        if drawn is not None or not count:
+            return Computed(outputs, drawn, row_log, first, "graph" if count else None)
+        return Computed(outputs, None, first, None if first is None else first + count, "eager")
 
-        Args:
-            works: at least one, shortest first.
+    def draw(self, computed: Computed, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of all rows, then of `draws`; waits for them."""
+        of_rows = self._rows.draws() if computed.drawn is None else columns([])
+        first = of_rows.keys.shape[0]
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        found: Sampled | None = None
+        if first or draws:
+            assert computed.outputs is not None
+            device = computed.outputs.device
+            logit_rows = [*range(first), *(first + found.logit_row for found in draws)]
+            outputs = computed.outputs[torch.tensor(logit_rows, device="cpu").to(device)]
+            found = self._sampled(outputs, joined(of_rows, columns(draws), device=device))
+        if computed.drawn is not None:
+            assert self._graphs is not None
+            self._graphs.wait()
+            token_ids, logprobs = computed.drawn.tokens.tolist(), computed.drawn.logprobs.tolist()
+        if found is not None:
+            token_ids = token_ids + found.tokens.tolist()
+            logprobs = logprobs + found.logprobs.tolist()
+        return token_ids, logprobs
 
-        Returns:
-            (logits, first log row): logits [M, V], one row for every work that draws, in order; the first
-            log row is None when nothing is recorded.
-        """
-        batch = build_batch(works, pool=self._pool).to(self._pool.device)
-        if self._recorder is None:
-            return self._model.forward(batch, self._pool), None
-        with self._recorder.step(batch.token_ids.shape[0]) as first_log_row:
-            return self._model.forward(batch, self._pool), first_log_row
+    def _forward(self, batch: TokenBatch) -> tuple[Tensor, int | None]:
+        """Outputs of an eager pass, and its first log row."""
+        model, recorder, num_tokens = self._model, self._recorder, batch.token_ids.shape[0]
+        if model.native is not None:
+            model.native.reserve(int(batch.positions.max()) + 1)
+            taps = None if recorder is None else recorder.new_taps(model)
+            hidden = model.native.run(batch.to(self._pool.device), self._pool, taps)
+            if recorder is None or taps is None:
+                return hidden, None
+            return hidden, recorder.take(taps.stacked(), num_tokens=num_tokens)
+        batch = batch.to(self._pool.device)
+        if recorder is None:
+            return model.forward(batch, self._pool), None
+        with recorder.step(num_tokens) as first_log_row:
+            return model.forward(batch, self._pool), first_log_row
+
+    def _sampled(self, outputs: Tensor, draws: Any) -> Sampled:
+        if self._model.native is None:
+            return draw(outputs, draws)
+        return sample(outputs, self._model.weights.head, draws)
 
 
-def build_batch(works: Sequence[Work], *, pool: KVPool) -> TokenBatch:
+def chunk_batch(works: Sequence[Work], *, pool: KVPool) -> TokenBatch:
     """Lay works out side by side, on the host; works of similar length (same power of two) share a segment."""
     segments, slots, begin = [], [], 0
     for _, group in groupby(works, key=lambda work: (work.count - 1).bit_length()):
@@ -67,6 +144,24 @@ def build_batch(works: Sequence[Work], *, pool: KVPool) -> TokenBatch:
         slots=torch.cat(slots),
         segments=segments,
         logit_rows=ends[_host([work.draws for work in works])] - 1,
+    )
+
+
+def _side_by_side(parts: Sequence[TokenBatch]) -> TokenBatch:
+    """One or two batches as one."""
+    if len(parts) == 1:
+        return parts[0]
+    first, second = parts
+    moved = first.token_ids.shape[0]
+    return TokenBatch(
+        token_ids=torch.cat([first.token_ids, second.token_ids]),
+        positions=torch.cat([first.positions, second.positions]),
+        slots=torch.cat([first.slots, second.slots]),
+        segments=[
+            *first.segments,
+            *(replace(s, begin=s.begin + moved, end=s.end + moved) for s in second.segments),
+        ],
+        logit_rows=torch.cat([first.logit_rows, second.logit_rows + moved]),
     )
 
 

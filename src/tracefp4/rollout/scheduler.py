@@ -1,10 +1,12 @@
 """Who runs next: requests wait, join the running batch when pages and places allow, and give way when pages
 run out.
 
-Older sequences come first everywhere. A pass holds every decoding sequence (one token each) and then prompt
-chunks up to the token budget. When a decoding sequence needs a page and none is available, the youngest
-running sequence rests: its pages may move to host memory and come back with the same bytes, because the K
-and V of a position never change and a recomputation could round differently (`residence.py` has the rules).
+Older sequences come first wherever something is short. A pass holds every decoding sequence (one token each, `rows.py`)
+and prompt chunks up to the token budget; what is done for decoding sequences at every step is done for all rows
+together, and only those at a new page are asked one by one. When a decoding sequence needs a page and none is
+available, the youngest running sequence rests: its pages may move to host memory and come back with the same bytes,
+because the K and V of a position never change and a recomputation could round differently (`residence.py` has the
+rules).
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from bisect import insort
 from collections.abc import Iterable
 from operator import attrgetter
 
-from tracefp4.errors import ConfigError
 from tracefp4.rollout.residence import Residence
+from tracefp4.rollout.rows import DecodeRows
 from tracefp4.rollout.sequence import Draw, Request, Sequence, Work
 from tracefp4.rollout.stopping import Decode, stop_cut
 
@@ -26,30 +28,28 @@ class Scheduler:
 
     Args:
         residence: pages of the sequences.
-        max_batch: most sequences that run at once.
-        max_tokens_per_step: most tokens of a pass; at least max_batch.
+        rows: takes the decoding sequences; as many as may run at once.
+        max_tokens_per_step: most tokens of a pass; at least as many as sequences.
         decode: tokens to text, for requests with stop texts; None refuses nothing here.
-
-    Raises: ConfigError if a limit is out of range.
     """
 
     def __init__(
-        self, residence: Residence, *, max_batch: int, max_tokens_per_step: int, decode: Decode | None
+        self,
+        residence: Residence,
+        *,
+        rows: DecodeRows,
+        max_tokens_per_step: int,
+        decode: Decode | None,
     ) -> None:
-        if not 1 <= max_batch <= max_tokens_per_step:
-            raise ConfigError(
-                f"Engine limits out of range; got max_batch {max_batch} and max_tokens_per_step "
-                f"{max_tokens_per_step}. max_batch is at least 1 and at most max_tokens_per_step. Raise "
-                "max_tokens_per_step."
-            )
         self.waiting: list[Sequence] = []
         """Oldest first; not resident, or new."""
         self.running: list[Sequence] = []
         """Oldest first; resident."""
+        self.rows = rows
+        """Those of them that decode, in any order."""
         self.num_preemptions = 0
         self._residence = residence
         self._decode_text = decode
-        self._max_batch = max_batch
         self._max_tokens = max_tokens_per_step
 
     @property
@@ -63,20 +63,8 @@ class Scheduler:
         return {sequence.request.request_id for sequence in (*self.waiting, *self.running)}
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises: ConfigError if its longest completion could not fit into the pool even alone.
-        """
-        given, params = request.given, request.params
-        needed = self._residence.num_pages(len(given) + params.max_tokens - 1)
-        needed += params.n > 1 and len(given) % self._residence.page_size > 0  # its own copy of a shared page
-        if needed > self._residence.num_frames:
-            raise ConfigError(
-                f"A request can never fit into the KV pool; got a prompt of {len(given)} tokens with "
-                f"max_tokens {params.max_tokens} and n {params.n}, which needs {needed} pages. The pool has "
-                f"{self._residence.num_frames} pages of {self._residence.page_size} positions. Raise num_pages or "
-                "lower max_tokens."
-            )
+        """Queue a request that fits (`jobs.check_fits`)."""
+        given = request.given
         sequence = Sequence(
             request=request,
             sample_index=request.first_sample,
@@ -89,27 +77,37 @@ class Scheduler:
         insort(self.waiting, sequence, key=BY_AGE)
 
     def schedule(self) -> list[Work]:
-        """Choose the next pass; every sequence in it is resident and may write its positions. Shortest works
-        first."""
+        """Choose the next pass: all of `rows`, and the chunks returned, shortest first. Every sequence in it is
+        resident and may write its positions."""
         num_preemptions = self.num_preemptions
-        works = self._decode()
-        budget = self._max_tokens - len(works)
+        self._turn_pages()
         if self.num_preemptions == num_preemptions:
-            works += self._admit(budget)
-        budget = self._max_tokens - len(works)
-        works += self._prefill(budget)
-        return sorted(works, key=attrgetter("count"))
+            self._admit()
+        chunks = self._prefill(self._max_tokens - len(self.rows))
+        self.rows.place()
+        return sorted(chunks, key=attrgetter("count"))
 
-    def advance(self, works: Iterable[Work], *, version: int, first_log_row: int | None) -> list[Draw]:
-        """Note what a pass computed; returns the tokens to draw. A prompt's end brings its other samples
-        into being."""
+    def advance(
+        self, chunks: Iterable[Work], *, version: int, row_log: int | None, chunk_log: int | None
+    ) -> list[Draw]:
+        """Note what a pass computed, before its tokens are known.
+
+        Args:
+            chunks: of the pass, beside all rows.
+            version: of the weights.
+            row_log: first log row of the decoding rows; None when nothing is recorded.
+            chunk_log: first log row of the chunks.
+
+        Returns: the tokens to draw beside one for every row. A prompt's end brings its other samples into being.
+        """
+        self._residence.advance_each(self.rows.sequences, version=version, first_log_row=row_log)
         draws: list[Draw] = []
         logit_row = 0
-        for work in works:
+        for work in chunks:
             sequence, is_drawing = work.sequence, work.draws
-            self._residence.advance(sequence, work.count, version=version, first_log_row=first_log_row)
-            if first_log_row is not None:
-                first_log_row += work.count
+            self._residence.advance(sequence, work.count, version=version, first_log_row=chunk_log)
+            if chunk_log is not None:
+                chunk_log += work.count
             if not is_drawing:
                 continue
             draws.append(Draw(sequence=sequence, logit_row=logit_row))
@@ -122,21 +120,27 @@ class Scheduler:
     def accept(
         self, draws: list[Draw], token_ids: list[int], logprobs: list[float], *, ended: list[Sequence]
     ) -> list[Sequence]:
-        """Append the drawn tokens; sequences that end give up pages and place, go to `ended`, and are returned.
+        """Append the drawn tokens, of the rows and then of `draws`; sequences that end give up pages and place, go to
+        `ended`, and are returned. Those that go on have a row from now on.
 
         Where `decode` fails, every sequence still has its token, and those that have ended are in `ended`.
         """
-        finished = []
-        for draw, token_id, logprob in zip(draws, token_ids, logprobs, strict=True):
-            draw.sequence.accept(token_id, logprob)
+        joining = [draw.sequence for draw in draws]
+        receivers = self.rows.sequences + joining
+        for sequence, token_id, logprob in zip(receivers, token_ids, logprobs, strict=True):
+            sequence.accept(token_id, logprob)
+        self.rows.advance(token_ids[: len(self.rows)])
         try:
-            for draw in draws:
-                self._stop_at_text(draw.sequence)
+            if self._decode_text is not None:
+                for sequence in receivers:
+                    self._stop_at_text(sequence, self._decode_text)
         finally:
-            for draw in draws:
-                if draw.sequence.finish_reason is not None:
-                    self._leave(draw.sequence)
-                    finished.append(draw.sequence)
+            finished = [sequence for sequence in receivers if sequence.finish_reason is not None]
+            for sequence in finished:
+                self._leave(sequence)
+            for sequence in joining:
+                if sequence.table.is_resident:
+                    self.rows.enter(sequence)
             ended += finished
         return finished
 
@@ -152,6 +156,7 @@ class Scheduler:
 
     def pause(self) -> None:
         """Let every running sequence rest; it keeps its age and comes back with the same pages."""
+        self.rows.clear()
         for sequence in self.running:
             sequence.table.rest()
             insort(self.waiting, sequence, key=BY_AGE)
@@ -163,26 +168,21 @@ class Scheduler:
         for sequence in self.waiting:
             self._residence.flush(sequence)
 
-    def _stop_at_text(self, sequence: Sequence) -> None:
+    def _stop_at_text(self, sequence: Sequence, decode: Decode) -> None:
         """End a sequence whose text now contains a stop text, unless a stop token has ended it."""
-        if (
-            self._decode_text is None
-            or sequence.finish_reason == "stop"
-            or sequence.request.forced is not None
-        ):
+        if sequence.finish_reason == "stop" or sequence.request.forced is not None:
             return
-        kept = stop_cut(sequence.turn_ids, sequence.request.params, decode=self._decode_text)
+        kept = stop_cut(sequence.turn_ids, sequence.request.params, decode=decode)
         if kept is not None:
             sequence.stop_after(kept)
 
-    def _decode(self) -> list[Work]:
-        """One token for every running sequence past its prompt, oldest first; the youngest rest if pages run
+    def _turn_pages(self) -> None:
+        """Give every decoding sequence a page for its next position, oldest first; the youngest rest if pages run
         out."""
-        works = []
-        for sequence in [s for s in self.running if s.is_decoding]:
+        for sequence in sorted(self.rows.at_new_page(), key=BY_AGE):
             if sequence.table.is_resident and self._make_room(sequence):
-                works.append(self._work(sequence, 1))
-        return works
+                sequence.table.prepare_write(sequence.num_cached, sequence.num_cached + 1)
+                self.rows.turn_page(sequence)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Make pages available for one more position; False if the sequence itself had to rest."""
@@ -196,15 +196,15 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self.rows.leave(sequence)
         sequence.table.rest()
         insort(self.waiting, sequence, key=BY_AGE)
         self.num_preemptions += 1
 
-    def _admit(self, budget: int) -> list[Work]:
-        """Let waiting sequences run, oldest first, while places, pages and tokens last; returns those that
-        decode."""
-        works: list[Work] = []
-        while self.waiting and len(self.running) < self._max_batch and len(works) < budget:
+    def _admit(self) -> None:
+        """Let waiting sequences run, oldest first, while places, pages and tokens last; those that decode have a row at
+        once."""
+        while self.waiting and len(self.running) < self.rows.capacity and len(self.rows) < self._max_tokens:
             sequence = self.waiting[0]
             needed = self._residence.num_frames_to_enter(sequence)
             spare = (
@@ -216,23 +216,21 @@ class Scheduler:
             insort(self.running, sequence, key=BY_AGE)
             self._residence.enter(sequence)
             if sequence.is_decoding:
-                works.append(self._work(sequence, 1))
-        return works
+                self.rows.enter(sequence)
 
     def _prefill(self, budget: int) -> list[Work]:
         """Chunks of prompts and of what is computed again, oldest first; pages for them were taken on admission."""
-        works = []
+        works: list[Work] = []
+        if len(self.rows) == len(self.running):  # everybody decodes
+            return works
         for sequence in self.running:
             count = min(sequence.num_uncached, budget)
             if count and not sequence.is_decoding:
-                works.append(self._work(sequence, count))
+                start = sequence.num_cached
+                sequence.table.prepare_write(start, start + count)
+                works.append(Work(sequence=sequence, start=start, count=count))
                 budget -= count
         return works
-
-    def _work(self, sequence: Sequence, count: int) -> Work:
-        start = sequence.num_cached
-        sequence.table.prepare_write(start, start + count)
-        return Work(sequence=sequence, start=start, count=count)
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         siblings = [sequence.fork(i) for i in range(1, sequence.request.params.n)]
@@ -241,6 +239,7 @@ class Scheduler:
         return siblings
 
     def _leave(self, sequence: Sequence) -> None:
+        self.rows.leave(sequence)
         queue = self.running if sequence in self.running else self.waiting
         queue.remove(sequence)
         sequence.table.release()

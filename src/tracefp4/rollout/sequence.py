@@ -188,6 +188,15 @@ class Sequence:
             valid = [self.follows and p >= self.num_unfollowed for p in range(start, start + count)]
             self.history.append(range(first_log_row, first_log_row + count), valid=valid)
 
+    def advance_one(self, version: int, *, log_row: int | None) -> None:
+        """`advance` of a decoding sequence by its newest token; called for every row of every step."""
+        self.num_cached += 1
+        self.num_computed += 1
+        self.versions.append(version)
+        if log_row is not None:
+            self.history.rows.append(log_row)
+            self.history.valid.append(self.follows)
+
     def lose(self, position: int) -> None:
         """Note that the positions from `position` on have no K and V in pages any more and must be computed again."""
         if position >= self.num_cached:
@@ -202,12 +211,12 @@ class Sequence:
         """Append a sampled token and decide whether it was the last one."""
         self.ids.append(token_id)
         self.logprobs.append(logprob)
-        forced = self.request.forced
+        params, forced = self.request.params, self.request.forced
         if forced is not None and len(self.logprobs) < len(forced[self.sample_index]):
             return
-        if token_id in self.request.params.stop_token_ids:
+        if token_id in params.stop_token_ids:
             self.finish_reason = "stop"
-        elif forced is not None or len(self.logprobs) == self.request.params.max_tokens:
+        elif forced is not None or len(self.logprobs) == params.max_tokens:
             self.finish_reason = "length"
 
     def stop_after(self, num_kept: int) -> None:
