@@ -66,11 +66,14 @@ def test_appended_bytes_are_those_of_the_cpu(kind, dtype):
 @pytest.mark.parametrize("is_fp4", [True, False], ids=["fp4", "bf16"])
 def test_attention_equals_float64_and_repeats(is_fp4, head_dim, group, dtype):
     generator = torch.Generator().manual_seed(0)
-    num_pages = 3 * SPLIT_TOKENS // 16
+    split = SPLIT_TOKENS[head_dim]
+    num_pages = 3 * split // 16
     both = sample_pages(generator, is_fp4=is_fp4, head_dim=head_dim, num_frames=num_pages)
     both = tuple(attention_device._moved(part, CUDA) for part in both)
     table = torch.stack([torch.randperm(num_pages, generator=generator) for _ in range(4)]).to(CUDA)
-    for positions in ([[1535], [0], [512], [700]], [list(range(n, n + 40)) for n in (0, 500, 1490, 3)]):
+    single = [[3 * split - 1], [0], [split], [700]]
+    several = [list(range(first, first + 40)) for first in (0, split - 12, 3 * split - 46, 3)]
+    for positions in (single, several):
         where = Where(page_table=table, positions=torch.tensor(positions, device=CUDA))
         queries = torch.randn(*where["positions"].shape, 2 * group, head_dim, generator=generator).to(
             CUDA, dtype

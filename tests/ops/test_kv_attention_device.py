@@ -79,7 +79,7 @@ def test_float32_queries_without_rounding(emulator, is_fp4):
 @pytest.fixture
 def small_splits(monkeypatch):
     """Eight tiles a split, two for each warp."""
-    monkeypatch.setattr(attention_device, "SPLIT_TOKENS", 128)
+    monkeypatch.setattr(attention_device, "SPLIT_TOKENS", dict.fromkeys(attention_device.SPLIT_TOKENS, 128))
 
 
 @needs_compiler

@@ -65,13 +65,14 @@ class Tiling(NamedTuple):
 
 
 _TILINGS = (
-    (2, Tiling("few", 1, 4, 4, 2, 2)),
-    (5, Tiling("many", 1, 4, 4, 4)),
+    (1, Tiling("few", 1, 4, 4, 2, 2)),
+    (5, Tiling("many", 1, 2, 4, 4, 4)),
     (11, Tiling("many", 2, 4, 4, 3, 2)),
+    (18, Tiling("many", 3, 4, 4, 3, 2)),
     (40, Tiling("many", 4, 4, 4, 3, 2)),
 )
-"""The fastest tiling on an H200 up to a mean number of tokens per expert in use. In `few` every block of 64 rows reads its
-tokens from the second-level cache; `many` shares them among 256 rows."""
+"""The fastest tiling on an H200 up to a mean number of tokens per expert in use. In `few` every block of 64 rows reads
+its tokens from the second-level cache; `many` shares them among 128 or 256 rows."""
 _MOST = Tiling("many", 8, 4, 4, 3)
 
 

@@ -26,10 +26,11 @@ SCOPE = (
     "queries in bf16, fp16 or float32; K and V both FP4 in fragment order or both bf16; head dims "
     f"{HEAD_DIM_STEP}, 128, 192, {MAX_HEAD_DIM}; pages of {TILE_TOKENS} tokens or a multiple"
 )
-SPLIT_TOKENS = 1024
-"""Tokens whose sums are kept apart: the same for every batch, so that no batch changes the order of additions."""
-_ENOUGH_BLOCKS = 2112
-"""Thread blocks that fill a large GPU four times over, four on a multiprocessor; beyond them, blocks take several splits
+SPLIT_TOKENS = {64: 2048, 128: 2048, 192: 1024, MAX_HEAD_DIM: 1024}
+"""Tokens whose sums are kept apart, by head dim: the same for every batch, so that no batch changes the order of
+additions."""
+_ENOUGH_BLOCKS = 1056
+"""Thread blocks that fill a large GPU twice over, four on a multiprocessor; beyond them, blocks take several splits
 each."""
 _WARPS = 4
 _SHARED_BYTES = {True: 48 << 10, False: 96 << 10}
@@ -89,7 +90,7 @@ def attend_on_device(
     num_columns = num_queries * (num_heads // num_kv)
     defines = case_of(queries, pages, rounds_probabilities).defines
     tiles = (num_seqs * num_kv, -(-num_columns // (8 * int(defines["NT"]))))
-    num_splits = -(-page_table.shape[1] * page_size // SPLIT_TOKENS)
+    num_splits = -(-page_table.shape[1] * page_size // SPLIT_TOKENS[head_dim])
     most_splits = max(1, min(num_splits, tiles[0] * tiles[1] * num_splits // enough_blocks))
     block_splits = -(-num_splits // -(-num_splits // most_splits))  # as even as can be
     partial = sums = None
@@ -137,7 +138,7 @@ class Case(NamedTuple):
             "QUERY_PARTS": _query_parts(self.dtype, is_fp4=self.is_fp4),
             "PROBABILITY_PARTS": 1 if self.rounds else 2 if self.is_fp4 else 3,
             "ROUNDS": int(self.rounds),
-            "SPLIT": SPLIT_TOKENS,
+            "SPLIT": SPLIT_TOKENS[self.head_dim],
             "NT": self.tiles,
             "WARPS": _WARPS,
             "MIN_BLOCKS": _min_blocks(self),
@@ -208,10 +209,10 @@ def _stored(pages: LayerPages) -> _Stored:
 
 def differences(device: torch.device, case: Case) -> str | None:
     """Compare attention over pages of one kind with the reference; return what differs, or None."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    num_frames = SPLIT_TOKENS // TILE_TOKENS + 8  # two splits, which are combined
+    generator, split = torch.Generator("cpu").manual_seed(0), SPLIT_TOKENS[case.head_dim]
+    num_frames = split // TILE_TOKENS + 8  # two splits, which are combined
     table = torch.randperm(num_frames, generator=generator, device="cpu").expand(2, num_frames).to(device)
-    positions = torch.tensor([[SPLIT_TOKENS + 87], [70]], device=device)
+    positions = torch.tensor([[split + 87], [70]], device=device)
     size = (2, 1, 2 * 8 * case.tiles, case.head_dim)
     queries = torch.randn(size, generator=generator, device="cpu").to(device, case.dtype)
     where = Where(page_table=table, positions=positions)
