@@ -164,6 +164,17 @@ inline uint32_t bf16_of_float(float value) {
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
+/* a + b rounded once: sums of two doubles and of what they lose, cut to float32 and marked in the last bit where they are
+ * not exact. */
+inline uint32_t bf16_of_sum(double a, double b) {
+    double sum = a + b, of_b = sum - a, lost = (a - (sum - of_b)) + (b - of_b);
+    float cut = (float)sum;
+    if (!(std::abs(sum) < HUGE_VAL)) return bf16_of_float(cut);
+    if (std::abs((double)cut) > std::abs(sum)) cut = std::nextafter(cut, 0.0f);
+    if ((double)cut == sum && lost != 0.0 && (lost < 0.0) == (sum > 0.0)) cut = std::nextafter(cut, 0.0f);
+    return bf16_of_float((double)cut != sum || lost != 0.0 ? value_of<float>(word_of(cut) | 1) : cut);
+}
+
 template <float (*widen)(uint32_t)> inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     uint32_t mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
     uint32_t(*all)[WORDS] = meet(mine, 6, 0xFFFFFFFFu);
@@ -306,11 +317,6 @@ DEVICE uint32_t above_bf16x2(uint32_t a, uint32_t b) {
     uint32_t low = float_of_bf16(a & 0xFFFF) > float_of_bf16(b & 0xFFFF) ? 0x3F80 : 0;
     return low | (float_of_bf16(a >> 16) > float_of_bf16(b >> 16) ? 0x3F800000 : 0);
 }
-DEVICE uint32_t at_least_bf16x2(uint32_t a, uint32_t b) {
-    using emulation::float_of_bf16;
-    uint32_t low = float_of_bf16(a & 0xFFFF) >= float_of_bf16(b & 0xFFFF) ? 0x3F80 : 0;
-    return low | (float_of_bf16(a >> 16) >= float_of_bf16(b >> 16) ? 0x3F800000 : 0);
-}
 DEVICE uint32_t add_bf16x2(uint32_t a, uint32_t b) {
     using namespace emulation;
     uint32_t low = bf16_of_float(float_of_bf16(a & 0xFFFF) + float_of_bf16(b & 0xFFFF));
@@ -320,6 +326,18 @@ DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     using namespace emulation;
     uint32_t low = bf16_of_float(float_of_bf16(a & 0xFFFF) * float_of_bf16(b & 0xFFFF));
     return low | bf16_of_float(float_of_bf16(a >> 16) * float_of_bf16(b >> 16)) << 16;
+}
+DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t both = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        float x = emulation::float_of_bf16(a >> shift & 0xFFFF), y = emulation::float_of_bf16(b >> shift & 0xFFFF);
+        both |= emulation::bf16_of_sum((double)x * y, emulation::float_of_bf16(c >> shift & 0xFFFF)) << shift;
+    }
+    return both;
+}
+DEVICE uint32_t least_u16x2(uint32_t a, uint32_t b) {
+    uint32_t low = (a & 0xFFFF) < (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;
+    return low | ((a >> 16) < (b >> 16) ? a >> 16 : b >> 16) << 16;
 }
 DEVICE uint32_t most_u16x2(uint32_t a, uint32_t b) {
     uint32_t low = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;

@@ -19,6 +19,7 @@ from tracefp4.ops.guided_quantize import device as guided_device
 from tracefp4.ops.guided_quantize.decisions import kinds_for
 from tracefp4.ops.guided_quantize.device import Case, differences, guided_quantize_on_device
 from tracefp4.ops.guided_quantize.reference import guided_quantize_reference
+from tracefp4.ops.guided_quantize.values import Guide
 from tracefp4.ops.rules import SchemeCase
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
@@ -63,6 +64,34 @@ def test_guides_of_every_kind(emulator, name):
         num_undecoded += int(wanted.undecoded)
     assert num_changed > 10 and (num_undecoded > 0 or "bch" not in name)
     assert sum(emulator.launches.values()) > 0
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("scheme", "scales", "exponents"),
+    [(NVFP4_ROW_POW2, range(127), (-110, -3, 116)), (MXFP4_FLOOR, (0, 1, 2, 100, 127, 200, 253, 254), (0,))],
+    ids=lambda value: getattr(value, "name", ""),
+)
+@pytest.mark.parametrize("what", ["codes", "bits"])
+def test_every_bf16_number_follows(monkeypatch, scheme, scales, exponents, what):
+    """Under every scale, after random decisions."""
+    monkeypatch.setattr(guided_device.LIBRARY, "runner", Emulator())
+    torch.manual_seed(0)
+    magnitudes = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = torch.cat([magnitudes, -magnitudes]).repeat(len(scales), 1)
+    decisions = torch.randint(0, 16 if what == "codes" else 2, x.shape, dtype=torch.uint8)
+    num_blocks = x.shape[1] // scheme.block_size
+    for exponent in exponents:
+        is_row = scheme.outer == "row"
+        guide = Guide(
+            valid=torch.ones(len(x), dtype=torch.bool),
+            outer=torch.full((len(x),), exponent, dtype=torch.int8) if is_row else None,
+            block_scales=torch.tensor(scales, dtype=torch.uint8)[:, None].repeat(1, num_blocks),
+            **{what: decisions},
+        )
+        wanted = assert_guided(x, scheme, guide)
+        assert int(wanted.nearest_changed) > 0
+        decisions = decisions.flip(0)
 
 
 @needs_compiler

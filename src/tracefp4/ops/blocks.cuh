@@ -13,9 +13,9 @@ constexpr struct scheme RULES = {SCHEME};
 constexpr enum dtype INPUT = (enum dtype)DTYPE;
 enum { BLOCK = RULES.block };
 
-/* Elements in bf16 under scales of few bits (E4M3 times a power of two, or E8M0) need no division: x / s lies above a
- * midpoint between codes exactly where x lies above s times that midpoint, and those products are bf16 numbers, too. Two
- * elements then share every instruction. */
+/* Elements x in bf16 under scales s of few bits (E4M3 times a power of two, or E8M0) need no division: x / s differs from a
+ * midpoint between codes by a part of 1 / 256 at least, or not at all, so it may be rounded to bf16 and lies on the same side.
+ * Two elements then share every instruction. */
 constexpr bool IS_PACKED = INPUT == BFLOAT16 && (RULES.order == POW2 || RULES.order == MX) &&
                            RULES.candidates == SIX && RULES.tie == TO_EVEN && RULES.zero == KEPT;
 enum { WORDS = INPUT == FLOAT32 ? BLOCK : BLOCK / 2, WORDS_OF_EIGHT = 8 * WORDS / BLOCK };
@@ -69,21 +69,65 @@ DEVICE int32_t finite_amax(const struct values &values) {
     return largest;
 }
 
-/* Eight codes, two elements at a time. The count of midpoints below an element is kept as the
- * bf16 number 128 + n, whose low bits are n. */
-DEVICE uint32_t packed_codes(const uint32_t *word, float decode_scale) {
-    const float midpoint[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
-    uint32_t limit[7], byte[4];
-    for (int i = 0; i < 7; i++) limit[i] = bits_of(midpoint[i] * decode_scale) >> 16;
-    for (int i = 0; i < 7; i++) limit[i] |= limit[i] << 16;
-    for (int p = 0; p < 4; p++) {
-        uint32_t pair = word[p], magnitude = pair & 0x7FFF7FFF, count = 0x43004300;
-        for (int i = 0; i < 7; i++)
-            count = add_bf16x2(count, i % 2 ? at_least_bf16x2(magnitude, limit[i]) : above_bf16x2(magnitude, limit[i]));
-        uint32_t codes = (count & 0x00070007) | (pair >> 12 & 0x00080008);
-        byte[p] = codes | codes >> 12;
-    }
+/* What the elements of a block are rounded under. One that is not finite takes the NaN byte and codes 0. */
+struct grid {
+    uint32_t byte, keep;
+    float decode_scale, factor;
+    uint32_t shift, first, rest; /* x * shift * (first + rest) is x / s to 2^-14 of it; all in bf16, twice */
+};
+
+DEVICE uint32_t twice(uint32_t half) { return half | half << 16; }
+
+DEVICE struct grid grid_of(int32_t amax_bits, uint32_t byte, struct outer outer) {
+    struct grid grid;
+    float unit;
+    grid.byte = choose(amax_bits < INF_BITS, byte, RULES.order == MX ? 0xFF : NAN_BYTE);
+    grid.keep = amax_bits < INF_BITS ? 0xFFFFFFFF : 0;
+    decode_bytes(&RULES, 1, &grid.byte, outer, &unit, &grid.decode_scale, &grid.factor);
+    if (!IS_PACKED) return grid;
+    uint32_t bits = bits_of(grid.factor), exponent = bits >> 23;
+    uint32_t shift = exponent < 254 ? (254 - exponent) << 7 : exponent == 254 ? 0x40 : 0; /* 0: an infinite factor */
+    grid.shift = twice(shift);
+    if (RULES.order == MX) return grid;
+    uint32_t inverse = bits_of(reciprocal_fast(float_of((bits & 0x7FFFFF) | 0x3F800000))), cut = inverse & 0xFFFF0000;
+    float rest = float_of(inverse) - float_of(cut);
+    grid.first = twice(inverse >> 16);
+    grid.rest = bf16x2_of(rest, rest);
+    return grid;
+}
+
+/* The codes nearest to two magnitudes, and more: an element z of the grid is added to 67 times its power of two e (1 for
+ * smaller ones), where bf16 numbers are as far apart as codewords, and the last bits count them. */
+struct nearest {
+    uint32_t sum, power; /* z + 67 e, and e, in bf16 */
+};
+
+DEVICE struct nearest nearest_of(uint32_t magnitudes, const struct grid &grid) {
+    uint32_t z = mul_bf16x2(magnitudes, grid.shift);
+    if (RULES.order != MX) z = fma_bf16x2(z, grid.first, mul_bf16x2(z, grid.rest));
+    struct nearest nearest;
+    z = least_u16x2(z, 0x40C040C0); /* 6; NaN, which comes of infinity times 0, is larger */
+    nearest.power = most_u16x2(z & 0x7F807F80, 0x3F803F80);
+    nearest.sum = fma_bf16x2(nearest.power, 0x42864286, z);
+    return nearest;
+}
+
+/* The magnitude codes in bits 0..2 and 16..18, and others around them: the distance from 128 e, and two for each doubling. */
+DEVICE uint32_t codes_in(const struct nearest &nearest) { return nearest.sum + (nearest.sum >> 6); }
+
+/* Four pairs of codes in bits 0..3 and 16..19 each, as eight nibbles. */
+DEVICE uint32_t joined(const uint32_t (&codes)[4]) {
+    uint32_t byte[4];
+    for (int p = 0; p < 4; p++) byte[p] = codes[p] | codes[p] >> 12;
     return __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
+}
+
+/* Eight codes, two elements at a time. */
+DEVICE uint32_t packed_codes(const uint32_t *word, const struct grid &grid) {
+    uint32_t codes[4];
+    for (int p = 0; p < 4; p++)
+        codes[p] = (codes_in(nearest_of(word[p] & 0x7FFF7FFF, grid)) & 0x00070007) | (word[p] >> 12 & 0x00080008);
+    return joined(codes);
 }
 
 /* Eight codes, under any scheme. */
@@ -122,24 +166,9 @@ DEVICE uint32_t scale_byte_of(int32_t amax_bits, const void *x, int64_t block, s
     return byte[0];
 }
 
-/* What the elements of a block are rounded under. One that is not finite takes the NaN byte and codes 0. */
-struct grid {
-    uint32_t byte, keep;
-    float decode_scale, factor;
-};
-
-DEVICE struct grid grid_of(int32_t amax_bits, uint32_t byte, struct outer outer) {
-    struct grid grid;
-    float unit;
-    grid.byte = choose(amax_bits < INF_BITS, byte, RULES.order == MX ? 0xFF : NAN_BYTE);
-    grid.keep = amax_bits < INF_BITS ? 0xFFFFFFFF : 0;
-    decode_bytes(&RULES, 1, &grid.byte, outer, &unit, &grid.decode_scale, &grid.factor);
-    return grid;
-}
-
 /* Eight codes. */
 DEVICE uint32_t rounded_to(const struct grid &grid, const uint32_t *word) {
-    return grid.keep & (IS_PACKED ? packed_codes(word, grid.factor) : codes_of(word, grid.factor));
+    return grid.keep & (IS_PACKED ? packed_codes(word, grid) : codes_of(word, grid.factor));
 }
 
 /* Round a block under a scale byte. */

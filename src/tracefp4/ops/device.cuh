@@ -35,17 +35,12 @@ DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) {
     return r;
 }
 
-/* 1.0 in each half where the bf16 in a is above (or at least) the one in b, otherwise 0.0; a + b of two bf16; the
- * larger of two unsigned 16-bit integers. Single instructions from sm_90 on. */
+/* 1.0 in each half where the bf16 in a is above the one in b, otherwise 0.0; a + b of two bf16; the
+ * larger and the smaller of two unsigned 16-bit integers. Single instructions from sm_90 on. */
 #if __CUDA_ARCH__ >= 900
 DEVICE uint32_t above_bf16x2(uint32_t a, uint32_t b) {
     uint32_t r;
     asm("set.gt.bf16x2.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-DEVICE uint32_t at_least_bf16x2(uint32_t a, uint32_t b) {
-    uint32_t r;
-    asm("set.ge.bf16x2.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
 DEVICE uint32_t add_bf16x2(uint32_t a, uint32_t b) {
@@ -58,12 +53,14 @@ DEVICE uint32_t most_u16x2(uint32_t a, uint32_t b) {
     asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
+DEVICE uint32_t least_u16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("min.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
 #else
 DEVICE uint32_t above_bf16x2(uint32_t a, uint32_t b) {
     return (low_bf16(a) > low_bf16(b) ? 0x3F80u : 0) | (high_bf16(a) > high_bf16(b) ? 0x3F800000u : 0);
-}
-DEVICE uint32_t at_least_bf16x2(uint32_t a, uint32_t b) {
-    return (low_bf16(a) >= low_bf16(b) ? 0x3F80u : 0) | (high_bf16(a) >= high_bf16(b) ? 0x3F800000u : 0);
 }
 DEVICE uint32_t add_bf16x2(uint32_t a, uint32_t b) {
     return bf16_bits(low_bf16(a) + low_bf16(b)) | (uint32_t)bf16_bits(high_bf16(a) + high_bf16(b)) << 16;
@@ -72,14 +69,18 @@ DEVICE uint32_t most_u16x2(uint32_t a, uint32_t b) {
     uint32_t low = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;
     return low | ((a >> 16) > (b >> 16) ? a >> 16 : b >> 16) << 16;
 }
+DEVICE uint32_t least_u16x2(uint32_t a, uint32_t b) { return ~most_u16x2(~a, ~b); }
 #endif
 
-/* a * b of two bf16 each; subnormals are kept. */
-DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+/* a * b + c of two bf16 each, rounded once; subnormals are kept. */
+DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
+
+/* a * b of two bf16 each; subnormals are kept. */
+DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(a, b, 0x80008000u); }
 
 /* Two E4M3 bytes as two fp16; exact. */
 DEVICE uint32_t f16x2_of_e4m3x2(uint32_t bytes) {

@@ -11,6 +11,7 @@
 
 constexpr enum rule FOLLOWS = (enum rule)RULE;
 constexpr bool BY_SYNDROMES = FOLLOWS == SYNDROMES, SCALES_BY_SYNDROMES = SCALES == SYNDROMES_OF_SCALES;
+constexpr bool BY_PAIRS = IS_PACKED && !HAS_BAND && (FOLLOWS == FULL || FOLLOWS == NEAREST_CELL);
 
 /* What was recorded. */
 struct guide {
@@ -123,25 +124,85 @@ DEVICE uint32_t followed_codes(const struct values &values, int from, float fact
     return word;
 }
 
+/* What two bf16 numbers at a time are compared with under a scale s, which is one, too. Numbers are cut to bf16 where they
+ * are none: x lies above one exactly where it lies above that. */
+struct edges {
+    uint32_t scale, least;    /* s, and the largest x that float32 has no quotient for but 0 */
+    uint32_t even[3], odd[3]; /* between the cells of even codes, and of odd ones */
+};
+
+DEVICE struct edges edges_of(float scale) {
+    const float even[3] = {0.5f, 1.5f, 3.0f}, odd[3] = {1.0f, 2.125f, 4.25f};
+    struct edges edges;
+    edges.scale = twice(bits_of(scale) >> 16);
+    edges.least = twice(bits_of(scale * 0x1p-75f * 0x1p-75f) >> 16);
+    for (int i = 0; i < 3; i++) {
+        edges.even[i] = twice(bits_of(scale * even[i]) >> 16);
+        edges.odd[i] = twice(bits_of(scale * odd[i]) >> 16);
+    }
+    return edges;
+}
+
+/* FULL for two elements, as 128 plus a code in bf16: `own` are the nearest codes so, `two` the recorded ones. */
+DEVICE uint32_t in_bracket(uint32_t pair, const struct nearest &nearest, uint32_t own, uint32_t two,
+                           const struct edges &edges) {
+    uint32_t magnitudes = pair & 0x7FFF7FFF, other_sign = (two ^ pair >> 12) & 0x00080008;
+    uint32_t goal = (two & ~(other_sign - (other_sign >> 3)) & 0x00070007) | 0x43004300;
+    uint32_t edge = mul_bf16x2(fma_bf16x2(nearest.power, 0xC286C286, nearest.sum), edges.scale);
+    uint32_t is_above = above_bf16x2(magnitudes, most_u16x2(edge, edges.least));
+    uint32_t lowest = fma_bf16x2(above_bf16x2(edge, magnitudes), 0xBF80BF80, own);
+    return least_u16x2(most_u16x2(goal, lowest), add_bf16x2(own, is_above));
+}
+
+/* NEAREST_CELL for two elements, likewise. */
+DEVICE uint32_t in_cell(uint32_t pair, uint32_t two, const struct edges &edges) {
+    uint32_t parity = two & 0x00010001, is_odd = parity * 0xFFFF, asked = parity | 0x43004300;
+    for (int i = 0; i < 3; i++) {
+        uint32_t edge = (edges.odd[i] & is_odd) | (edges.even[i] & ~is_odd);
+        asked = fma_bf16x2(above_bf16x2(pair & 0x7FFF7FFF, edge), 0x40004000, asked);
+    }
+    return asked;
+}
+
+/* followed_codes, two elements at a time. */
+DEVICE uint32_t followed_pairs(const uint32_t *word, const struct grid &grid, const struct edges &edges, uint2 decisions,
+                               struct tally &tally) {
+    uint32_t codes[4], changed = 0;
+    for (int p = 0; p < 4; p++) {
+        uint32_t two = __byte_perm(p < 2 ? decisions.x : decisions.y, 0, p % 2 ? 0x4342 : 0x4140);
+        struct nearest nearest = nearest_of(word[p] & 0x7FFF7FFF, grid);
+        uint32_t own = (codes_in(nearest) & 0x00070007) | 0x43004300;
+        uint32_t asked = FOLLOWS == FULL ? in_bracket(word[p], nearest, own, two, edges) : in_cell(word[p], two, edges);
+        changed += (asked ^ own) & 0x00010001; /* what is asked for is at most a code away */
+        codes[p] = (asked & 0x00070007) | (word[p] >> 12 & 0x00080008);
+    }
+    tally.changed += (int)((changed & 0xFFFF) + (changed >> 16));
+    return joined(codes);
+}
+
 /* Round a block of a valid row; nearest codes for syndromes, which are compared later. */
 DEVICE struct encoded follow_block(const struct guide &guide, const struct values &values, int64_t block,
                                    int32_t amax_bits, uint32_t byte, struct outer outer, float band,
                                    struct tally &tally) {
     struct encoded encoded;
-    float unit, factor;
     if (BY_SYNDROMES && !HAS_BAND) {
         encoded = encode_under(values, amax_bits, byte, outer);
         tally.in_band += encoded.decode_scale > 0.0f ? BLOCK : 0;
         return encoded;
     }
-    decode_bytes(&RULES, 1, &byte, outer, &unit, &encoded.decode_scale, &factor);
-    if (amax_bits >= INF_BITS || !(encoded.decode_scale > 0.0f)) return encode_under(values, amax_bits, byte, outer);
+    struct grid grid = grid_of(amax_bits, byte, outer);
+    if (amax_bits >= INF_BITS || !(grid.decode_scale > 0.0f)) return encode_under(values, amax_bits, byte, outer);
+    struct edges edges;
+    if (BY_PAIRS) edges = edges_of(grid.decode_scale);
     encoded.byte = byte;
+    encoded.decode_scale = grid.decode_scale;
     if (!HAS_BAND) tally.in_band += BLOCK;
     for (int w = 0; w < BLOCK / 8; w++) {
         uint2 decisions = make_uint2(0, 0);
         if (!BY_SYNDROMES) decisions = reinterpret_cast<const uint2 *>(guide.decisions)[block * (BLOCK / 8) + w];
-        encoded.word[w] = followed_codes(values, 8 * w, factor, band, decisions, tally);
+        encoded.word[w] = BY_PAIRS
+                              ? followed_pairs(values.word + w * WORDS_OF_EIGHT, grid, edges, decisions, tally)
+                              : followed_codes(values, 8 * w, grid.factor, band, decisions, tally);
     }
     return encoded;
 }
