@@ -37,13 +37,15 @@ def point_result(point, plan, *, step_s, num_bytes=1e9, num_pages=1024, **change
     )
 
 
-def load_result(load=None, *, step_s=0.01, num_bytes=1e9, differences=0, profile=None):
+def load_result(load=None, *, step_s=0.01, num_bytes=1e9, differences=(0, 0), profile=None):
     return LoadResult(
         load=load or Load((128,) * 8, "uniform"),
         step_s=(step_s,) * 4,
         moved=StepBytes(dense=0.0, experts=num_bytes / 2, kv=num_bytes / 2),
         distinct=(8, 7),
-        differences=differences,
+        record_differences=differences[0],
+        draw_differences=differences[1],
+        graph_passes=4,
         profile=profile,
     )
 

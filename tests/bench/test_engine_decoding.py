@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.bench.engine_bench import CPU, STEPS, with_engine, workshop
 
+from tracefp4.bench.engine_decoding import launch_by_launch
 from tracefp4.bench.engine_loads import copy_bandwidth, time_load
 from tracefp4.bench.engine_points import Load
 from tracefp4.bench.engine_shapes import TINY
@@ -16,6 +17,8 @@ from tracefp4.errors import ConfigError
 from tracefp4.formats.schemes import MXFP4_FLOOR
 from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops.dequantize import dequantize
+from tracefp4.rollout.graphs import DecodeGraphs
+from tracefp4.rollout.runner import Runner
 
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 WIDE = replace(TINY, name="wide", experts=32, top_k=4, moe_inter=16)
@@ -113,6 +116,18 @@ def test_pages_are_random_but_the_null_frame():
     assert all(found != sorted(found) for found in frames)
 
 
+def test_only_pages_that_come_later_are_cleared():
+    def work(engine):
+        cleared, clear = [], engine.pool.clear
+        engine.pool.clear = lambda frame: (cleared.append(frame), clear(frame))
+        engine.place([52] * 4, num_steps=8)
+        assert cleared == []
+        engine.take_steps(7)
+        assert cleared == [sequence.table.frames[-1] for sequence in engine._scheduler.running]
+
+    with_engine(work)
+
+
 def test_records_are_compared_with_the_pages():
     def work(engine):
         engine.place([64] * 2, num_steps=12)
@@ -128,6 +143,24 @@ def test_records_are_compared_with_the_pages():
         assert engine.count_record_differences() == 2
 
     with_engine(work)
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_captured_passes_are_compared_with_their_launches(is_stale):
+    def capture(body):
+        repeat, outputs = launch_by_launch(body)
+        return (lambda: None) if is_stale else repeat, outputs
+
+    def work(engine):
+        rows = engine._scheduler.rows
+        engine._graphs = DecodeGraphs(engine._model, engine.pool, rows, engine._recorder, capture=capture)
+        engine._runner = Runner(
+            engine._model, engine.pool, rows=rows, recorder=engine._recorder, graphs=engine._graphs
+        )
+        return time_load(engine, Load((64, 64, 40), "uniform"), sizes=workshop().sizes, steps=STEPS)
+
+    found = with_engine(work, shape=TINY)
+    assert (found.draw_differences > 0) == is_stale and found.graph_passes == 3
 
 
 def test_what_cannot_be_placed_is_refused():
@@ -156,13 +189,13 @@ def test_a_load_is_timed_and_leaves_nothing():
         return found
 
     found = with_engine(work)
-    assert len(found.step_s) == 3 and found.batch == 2 and found.mean_s > 0 and found.differences == 0
+    assert len(found.step_s) == 3 and found.batch == 2 and found.mean_s > 0 and found.record_differences == 0
     assert found.profile is None and all(2 <= count <= 4 for count in found.distinct)
     # the three timed steps of a sequence that ends at 64 tokens see 61, 62 and 63 of them
     kv_token = 2 * 2 * 2 * 64 * 0.5625
     assert found.moved.kv == (62 - 0 + 30 + 2) * kv_token
     silent = with_engine(work, records=False)
-    assert silent.distinct == (4, 4) and silent.differences == 0
+    assert silent.distinct == (4, 4) and silent.record_differences == 0
 
 
 def test_a_step_can_be_profiled():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tracefp4.bench.engine_decoding import DecodingEngine
-from tracefp4.bench.engine_points import token_bytes, weight_bytes
+from tracefp4.bench.engine_points import MAX_BATCH, token_bytes, weight_bytes
 from tracefp4.bench.engine_shapes import PLANS, config_of, plan_of
 from tracefp4.bench.engine_weights import RandomState
 from tracefp4.bench.routing import Skew
@@ -79,7 +79,7 @@ class Workshop:
         return int(torch.cuda.get_device_properties(self.device).total_memory)
 
     def num_pages(self, plan: str) -> int:
-        """Return the pages that the weights of a plan leave.
+        """Return the pages that the weights of a plan leave, and no more than the largest batch can use.
 
         Raises:
             ConfigError: They leave none.
@@ -96,7 +96,7 @@ class Workshop:
                 f"{reserve / GIB:.3g} GiB reserved. Allowed are models that leave room for pages. Raise --memory, cut "
                 "the model with --layers, or measure a smaller one."
             )
-        return pages
+        return min(pages, MAX_BATCH * (-(-self.longest // self.page_size) + 1))
 
     def state(self, plan: str, routing: Skew) -> RandomState:
         """Return weights of a plan under which tokens are routed so."""

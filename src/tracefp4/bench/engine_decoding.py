@@ -8,18 +8,21 @@ recorded are the steps; the positions before them have no rows. This is for meas
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tracefp4.errors import ConfigError
+from tracefp4.formats.tensor import BlockTensor
 from tracefp4.guidance.record import Record, Site
-from tracefp4.kvcache import KVPool, PageAllocator
+from tracefp4.kvcache import KVPool, PageAllocator, PageTable
 from tracefp4.kvcache.pool import frame_of
 from tracefp4.ops.pages import Pages
 from tracefp4.rollout import LocalEngine, SamplingParams
 from tracefp4.rollout import sequence as rollout_sequence
+from tracefp4.rollout.graphs import DecodeGraphs, Outputs
 
 SCALE_BYTES = (0x28, 0x31)
 """E4M3 bytes of random block scales, first and one past the last: 0.25 to 0.5, so that values have about unit size."""
@@ -28,7 +31,11 @@ NUM_CHECKED = 32
 
 
 class DecodingEngine(LocalEngine):
-    """A local engine that can be set to decode at any context."""
+    """A local engine that can be set to decode at any context; its pages come in random order."""
+
+    def __post_init__(self, config: Any, state: Mapping[str, Tensor | BlockTensor]) -> None:
+        super().__post_init__(config, state)
+        scatter_pages(self._allocator, random.Random(0))
 
     def place(self, contexts: Sequence[int], *, num_steps: int, seed: int = 0) -> None:
         """Drop what runs, and let one sequence run for each context; one step is taken.
@@ -37,7 +44,7 @@ class DecodingEngine(LocalEngine):
             contexts: Tokens of every sequence after `num_steps` steps, the sampled ones included; each above
                 num_steps.
             num_steps: Steps that will be taken, this call's included; nothing ends in them.
-            seed: Of tokens, draws, bytes and the order of the pages.
+            seed: Of tokens, draws and bytes.
 
         Raises:
             ConfigError: A context is too short, or the sequences do not run all at once.
@@ -50,7 +57,16 @@ class DecodingEngine(LocalEngine):
             )
         self.drop()
         generator = random.Random(seed)
-        scatter_pages(self._allocator, generator)
+        is_placing = True
+
+        def clear(frame: int) -> None:
+            # pages that a sequence begins with are filled all at once
+            if not is_placing:
+                self.pool.clear(frame)
+
+        self._residence.new_table = lambda: PageTable(
+            self._allocator, page_size=self.page_size, copy=self.pool.copy, clear=clear
+        )
         params = SamplingParams(max_tokens=num_steps + 1, seed=seed)
         for index, context in enumerate(contexts):
             last = generator.randrange(self._model.sizes.vocab_size)
@@ -58,6 +74,7 @@ class DecodingEngine(LocalEngine):
         for sequence in self._scheduler.waiting:
             sequence.num_computed = sequence.num_cached = len(sequence.ids) - 1
         self.step()
+        is_placing = False
         self._check_running(len(contexts))
         fill_pages(self.pool, seed)
 
@@ -110,6 +127,23 @@ class DecodingEngine(LocalEngine):
                 differences += int((stored != recorded).sum())
         return differences
 
+    def count_draw_differences(self) -> int:
+        """Take one step; returns how many sequences draw another token in it than the same pass launch by launch.
+
+        An engine that captures no passes has only the latter: 0.
+        """
+        if self._graphs is None:
+            self.take_steps(1)
+            return 0
+        self._scheduler.schedule()  # the step will find the pages that this gives out
+        rows = self._scheduler.rows
+        launched = DecodeGraphs(self._model, self.pool, rows, None, capture=launch_by_launch)
+        expected, _ = launched.run(len(rows))
+        launched.wait()
+        tokens, sequences = expected.tokens.tolist(), list(rows.sequences)
+        self.take_steps(1)
+        return sum(sequence.ids[-1] != token for sequence, token in zip(sequences, tokens, strict=True))
+
     def _records(self, sequences: Sequence[rollout_sequence.Sequence]) -> list[Record]:
         if self._recorder is None:
             raise ConfigError(
@@ -123,9 +157,10 @@ class DecodingEngine(LocalEngine):
         layer, size = self.pool.layers[site.layer], self.page_size
         pages: Pages = layer.keys if site.kind == "k" else layer.values
         assert not isinstance(pages, Tensor), "recorded K and V lie in quantized pages"
+        plain = {index: frame_of(pages, frames[index]) for index in {p // size for p in positions}}
         rows = []
         for position in positions:
-            found = frame_of(pages, frames[position // size])
+            found = plain[position // size]
             parts = [part[:, position % size].flatten() for part in (found.packed, found.block_scales)]
             rows.append(torch.cat(parts))
         return torch.stack(rows).cpu()
@@ -137,6 +172,16 @@ class DecodingEngine(LocalEngine):
                 f"bench engine: {wanted} sequences cannot decode at once; {running} of them do. Allowed are batches "
                 "whose pages are there at every step. Give the engine more memory, or a smaller batch."
             )
+
+
+def launch_by_launch(body: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+    """Stand in for the capture of a pass: repeating it launches everything again."""
+    outputs = body()
+
+    def repeat() -> None:
+        outputs.drawn.copy_(body().drawn)
+
+    return repeat, outputs
 
 
 def scatter_pages(allocator: PageAllocator, generator: random.Random) -> None:

@@ -6,6 +6,7 @@ and recording all count. Rates are of the mean step. Nothing here knows gates or
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,10 @@ from tracefp4.models.qwen3_moe_config import Qwen3MoeSizes
 
 COPIED = 1 << 29
 """bf16 values of the copy that measures bandwidth on a GPU: 1 GiB read and 1 GiB written."""
-COPIED_ON_CPU = 1 << 22
+COPIED_ON_CPU = 1 << 20
 NUM_COPIES = 20
+CALLS_AT_ONCE = 8
+"""Copies between two looks at the clock: waiting for the device is then no part of the figure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,7 @@ class Steps:
     timed: int = 64
     """Steps on the clock."""
     warm: int = 16
-    """Steps before them, the first of which places the sequences; at least 2."""
+    """Steps before them, the first of which places the sequences, and the last is compared; at least 2."""
     profiled: int = 0
     """Steps under the profiler, between the two: 0 or 1."""
 
@@ -51,8 +54,12 @@ class LoadResult:
     """The fewest bytes of a timed step, in the mean."""
     distinct: tuple[int, ...]
     """Experts in use by layer, in the last warm step; of an engine that records nothing, all."""
-    differences: int
+    record_differences: int
     """Bytes of one sequence's record that are not those of its pages."""
+    draw_differences: int
+    """Sequences that drew another token in a captured pass than in the same pass launch by launch."""
+    graph_passes: int
+    """Timed steps whose pass was captured."""
     profile: StepProfile | None
     """Of one step, where it was asked for."""
 
@@ -81,7 +88,8 @@ def time_load(engine: DecodingEngine, load: Load, *, sizes: Qwen3MoeSizes, steps
     """
     records = engine.records is not False
     engine.place(load.contexts, num_steps=steps.total)
-    engine.take_steps(steps.warm - 1)
+    engine.take_steps(steps.warm - 2)
+    draw_differences = engine.count_draw_differences()
     distinct = engine.experts_in_use() if records else [sizes.num_experts] * sizes.num_layers
     # a step sees what is there before its token; the last one leaves a context as long as the load says
     middle = (steps.timed + 1) / 2
@@ -97,7 +105,9 @@ def time_load(engine: DecodingEngine, load: Load, *, sizes: Qwen3MoeSizes, steps
         profile = profile_step(
             lambda: engine.take_steps(1), device=engine.pool.device, moved=moved, head_bytes=head_bytes
         )
+    captured = engine.stats.graph_passes
     step_s = engine.take_steps(steps.timed)
+    captured = engine.stats.graph_passes - captured
     differences = engine.count_record_differences() if records else 0
     engine.drop()
     return LoadResult(
@@ -105,20 +115,34 @@ def time_load(engine: DecodingEngine, load: Load, *, sizes: Qwen3MoeSizes, steps
         step_s=tuple(step_s),
         moved=moved,
         distinct=tuple(distinct),
-        differences=differences,
+        record_differences=differences,
+        draw_differences=draw_differences,
+        graph_passes=captured,
         profile=profile,
     )
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the bytes a second, read and written, of a bf16 copy that no cache holds: median of NUM_COPIES."""
+    """Return the bytes a second, read and written, of the faster of two bf16 copies that no cache holds.
+
+    Args:
+        device: Where; each copy is timed NUM_COPIES times, several calls at once, and the median counts.
+    """
     is_gpu = device.type == "cuda"
     source = torch.zeros(COPIED if is_gpu else COPIED_ON_CPU, dtype=torch.bfloat16, device=device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(NUM_COPIES + 1):
+    target = torch.empty_like(source)
+
+    def seconds(copy: Callable[[], object]) -> float:
         begun = time.perf_counter()
-        target.copy_(source)
+        for _ in range(CALLS_AT_ONCE):
+            copy()
         if is_gpu:
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begun)
-    return 2 * BF16 * source.numel() / statistics.median(seconds[1:])
+        return (time.perf_counter() - begun) / CALLS_AT_ONCE
+
+    copies: tuple[Callable[[], object], ...] = (
+        lambda: target.copy_(source),
+        lambda: torch.add(source, 0, out=target),
+    )
+    medians = [statistics.median([seconds(copy) for _ in range(NUM_COPIES + 1)][1:]) for copy in copies]
+    return 2 * BF16 * source.numel() / min(medians)

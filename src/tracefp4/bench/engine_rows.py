@@ -16,7 +16,10 @@ from tracefp4.bench.engine_points import LEAST_PEER_SHARE, Point, first_context,
 from tracefp4.bench.row import BenchRow, Check, Machine
 
 PLAN, PEER_PLAN = "fp4", "bf16"
-CHECK_TEXT = "bytes of a sequence's recorded K and V that are not those of its pages"
+CHECK_TEXT = (
+    "bytes of a sequence's recorded K and V unlike those of its pages, and draws of captured passes unlike those of "
+    "the same passes launch by launch"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +56,9 @@ class PointResult:
 
     @property
     def check(self) -> Check:
-        """Whether what was recorded is what lies in the pages."""
-        return Check(error=float(sum(load.differences for load in self.loads)), allowed=0.0, text=CHECK_TEXT)
+        """Whether what was recorded is what lies in the pages, and captured passes are what was captured."""
+        differences = sum(load.record_differences + load.draw_differences for load in self.loads)
+        return Check(error=float(differences), allowed=0.0, text=CHECK_TEXT)
 
     def _mean(self, values: Sequence[float]) -> float:
         return mean_over([max(load.load.contexts) for load in self.loads], values)
@@ -153,6 +157,7 @@ class RowMaker:
             "slowest_step_ms": max(steps),
             "median_step_ms": statistics.median(steps),
             "timed_steps": len(steps),
+            "captured_steps": sum(load.graph_passes for load in found.loads),
             "GB/s": found.mean_bytes / found.mean_s / 1e9,
             "GB of a step": found.mean_bytes / 1e9,
             "GB of experts": last.moved.experts / 1e9,
