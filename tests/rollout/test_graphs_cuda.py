@@ -1,0 +1,114 @@
+"""On a GPU: captured decode passes against eager ones, token for token and record for record, and what waits."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tests.models.tiny_models import tiny_model
+from tests.rollout.engines import make_engine, make_prompts, outputs, sampled
+
+from tracefp4.formats.arithmetic import NATIVE
+from tracefp4.guidance import records_equal
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PARAMS = {"n": 2, "seed": 3, "top_k": 9, "top_p": 0.9}
+
+
+def model_on_gpu(seed=0):
+    # head dim and page size that the kernels take
+    return tiny_model(seed, hidden_size=128, head_dim=64, moe_intermediate_size=64).cuda()
+
+
+def engine_of(model, **changes):
+    settings = {"arithmetic": NATIVE, "page_size": 16, "num_pages": 64, "max_length": 256}
+    return make_engine(model, **(settings | changes))
+
+
+def assert_same(found, expected):
+    assert outputs(found) == outputs(expected)
+    for row, expected_row in zip(found, expected, strict=True):
+        for completion, other in zip(row, expected_row, strict=True):
+            assert records_equal(completion.record, other.record)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_batch": 3},
+        {"num_pages": 7, "max_length": 64},
+        {"max_tokens_per_step": 8},
+        {"prefix_cache": True},
+        {"max_batch": 20, "captures_at_start": True},
+    ],
+    ids=["default", "few", "preemption", "chunks", "prefixes", "at-start"],
+)
+def test_graphs_give_what_eager_passes_give(changes):
+    model, prompts = model_on_gpu(), make_prompts(6, shortest=6, longest=20)
+    params = sampled(24, **PARAMS)
+    eager, captured = engine_of(model, graphs=False, **changes), engine_of(model, **changes)
+    for asked in (prompts, prompts[:2]):
+        assert_same(captured.generate(asked, params), eager.generate(asked, params))
+    assert captured.stats.why_eager == "" and captured.stats.eager_passes == 0
+    assert captured.stats.graph_passes > 0 and eager.stats.graph_passes == 0
+    if "num_pages" in changes:
+        assert captured.stats.preemptions > 0
+
+
+def test_new_weights_between_steps_are_those_that_graphs_read():
+    first, second, prompts = model_on_gpu(), model_on_gpu(seed=1), make_prompts(3)
+
+    def run(engine):
+        for index, prompt in enumerate(prompts):
+            engine.submit(prompt, sampled(12, seed=2), prompt_index=index)
+            engine.step()
+        engine.update_weights(second.state_dict(), version=1)
+        engine.step()
+        engine.pause()
+        engine.resume()
+        while engine.has_work:
+            engine.step()
+        return [engine.take_finished()]
+
+    expected = run(engine_of(first, graphs=False))
+    assert_same(run(engine_of(first)), expected)
+    assert expected[0][0].weight_versions[-1] == 1
+
+
+@contextmanager
+def no_waiting():
+    """Any call that makes the host wait for the device in torch is an error; waiting for an event is none."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_decode_step_waits_for_its_tokens_alone(monkeypatch):
+    engine = engine_of(model_on_gpu())
+    for index, prompt in enumerate(make_prompts(5)):
+        engine.submit(prompt, sampled(40), prompt_index=index)
+    while len(engine._scheduler.rows) < 5 or not engine.stats.graph_passes:
+        engine.step()
+    waits, wait = [], engine._graphs.wait
+    monkeypatch.setattr(engine._graphs, "wait", lambda: waits.append(None) or wait())
+    with no_waiting():
+        for _ in range(20):
+            engine.step()
+    assert len(waits) == 20 and engine.stats.eager_passes == 0
+
+
+def test_a_pool_is_sized_by_the_memory_that_is_left():
+    # small parts, whatever else is on this GPU
+    free, total = torch.cuda.mem_get_info()
+    share = (total - free + (2 << 30)) / total
+    engine = engine_of(model_on_gpu(), num_pages=None, memory_share=share, max_batch=4)
+    assert engine.num_pages == engine.pool.shape.num_pages > 4
+    assert engine.pool.num_bytes < 2 << 30
+    engine.generate(make_prompts(3), sampled(9))
+    free, total = torch.cuda.mem_get_info()
+    assert (total - free) / total < share + 0.01
