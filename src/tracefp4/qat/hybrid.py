@@ -46,7 +46,7 @@ def delta_forward(
         hidden_states: [B, T, hidden], every row one sequence, padded on its right, or on its left where a mask says so.
         cache_params: must be None: states of a cache are not read.
         attention_mask: [B, T], 0 at padding; None: none on the left.
-        segment_lengths: as for `attention_forward`: packed sequences begin from zeros, each by itself.
+        segment_lengths: as for `attention.attention_forward`: packed sequences begin from zeros, each by itself.
         unused: what transformers passes to every layer.
 
     Returns:
@@ -95,7 +95,7 @@ def norm_forward(self: Any, x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
 
 
-def attention_forward(
+def gated_attention_forward(
     self: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
@@ -103,7 +103,8 @@ def attention_forward(
     past_key_values: object = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention behind its gate: R(a R(sigmoid(g))), the first values of every head rotated."""
+    """Attention behind its gate, R(a R(sigmoid(g))), the first values of every head rotated; the signature is that of
+    transformers' Qwen3_5MoeAttention."""
     from transformers import AttentionInterface
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import apply_rotary_pos_emb
 
@@ -133,7 +134,7 @@ def block_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 EMULATED_FORWARDS: Mapping[str, Callable[..., Any]] = {
     "Qwen3_5MoeRMSNorm": norm_forward,
-    "Qwen3_5MoeAttention": attention_forward,
+    "Qwen3_5MoeAttention": gated_attention_forward,
     "Qwen3_5MoeSparseMoeBlock": block_forward,
 }
 """By the name of the class: what replaces its forward where bf16 is emulated."""
