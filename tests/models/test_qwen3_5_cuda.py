@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.assertions import assert_bitwise
 from tests.models.native import relative_error
-from tests.models.test_qwen3_5_native import CLOSE
+from tests.models.test_qwen3_5_native import CLOSE, weights_only
 from tests.models.tiny_hybrids import Rows, fp4, make, run_in_chunks, tiny_model
 
 from tracefp4.formats.arithmetic import EMULATED, NATIVE
@@ -24,9 +24,9 @@ SIZES = {
 }
 
 
-def on_gpu(model):
+def on_gpu(model, plan):
     state = {name: tensor.cuda() for name, tensor in model.state_dict().items()}
-    return Qwen35MoeEngineModel(model.config, state, precision=fp4(model), arithmetic=NATIVE)
+    return Qwen35MoeEngineModel(model.config, state, precision=plan(model), arithmetic=NATIVE)
 
 
 class GpuRows(Rows):
@@ -41,21 +41,21 @@ class GpuRows(Rows):
 def test_a_pass_computes_what_the_definition_does():
     model = tiny_model(seed=1, **SIZES)
     tokens = torch.randint(0, 40, (13,)).tolist()
-    wanted = run_in_chunks(make(model, fp4(model), EMULATED), tokens, 13)[0]
-    rows = GpuRows(on_gpu(model), 1, 13)
+    wanted = run_in_chunks(make(model, weights_only(model), EMULATED), tokens, 13)[0]
+    rows = GpuRows(on_gpu(model, weights_only), 1, 13)
     parts = [rows.forward([(0, tokens[:8])])[0], *(rows.forward([(0, [t])])[0] for t in tokens[8:])]
     errors = torch.tensor([relative_error(f, w) for f, w in zip(torch.cat(parts), wanted, strict=True)])
-    assert errors.median() < 4 * CLOSE  # codes differ where roundings do
+    assert errors.median() < CLOSE and (errors < CLOSE).float().mean() > 0.7
 
 
 def test_a_decode_step_in_a_graph_is_the_eager_one():
     model = tiny_model(seed=1, **SIZES)
-    rows, eager = (GpuRows(on_gpu(model), 3, 12) for _ in range(2))
+    rows, eager = (GpuRows(on_gpu(model, fp4), 3, 12) for _ in range(2))
     prompts = [(0, [1, 2, 3]), (1, [4, 5]), (2, [6])]
     for some in (rows, eager):
         some.forward(prompts)
+        some.model.native.reserve(12)
     native = rows.model.native
-    native.reserve(12)
     batch = rows.batch([(sequence, [7]) for sequence in range(3)])
     before = [[part.clone() for part in state] for state in rows.pool.states.layers.values()]
     native.run(batch, rows.pool)  # every kernel was used before the capture
