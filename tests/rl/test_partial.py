@@ -1,7 +1,7 @@
 """Partial rollouts: completions go on under new weights, every position stays what it was sampled with, nothing gets
 too old, and a stopped run goes on in the same bytes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from tests.rl.test_resume import timeless
@@ -15,6 +15,7 @@ from tracefp4.rl.loop import train
 from tracefp4.rl.opening import open_run
 from tracefp4.rl.partial import PartialRollouts
 from tracefp4.rl.pending import groups_from_bytes, groups_to_bytes
+from tracefp4.rl.placement import ON_CPU
 from tracefp4.rl.rollouts import RolloutMaker
 from tracefp4.rl.rundir import RunDirectory
 from tracefp4.rl.sync import EngineOptions, build_engine
@@ -41,7 +42,7 @@ PARTIAL = {
 @pytest.fixture
 def exact(monkeypatch):
     """Control arithmetic in engine and trainer: what is computed does not depend on what else is in the batch."""
-    monkeypatch.setattr(opening, "EMULATED", CONTROL)
+    monkeypatch.setattr(opening, "placement_of", lambda model: replace(ON_CPU, arithmetic=CONTROL))
 
 
 @pytest.fixture

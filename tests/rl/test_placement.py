@@ -65,7 +65,13 @@ def test_a_run_stays_where_it_began():
 
 def test_a_native_run_on_the_cpu_is_native_on_both_sides(tiny, tmp_path):
     # Mutation: a trainer that stays emulated beside a native engine.
-    config = make_config(*tiny, tmp_path / "run", model__arithmetic="native", train__steps=1)
+    config = make_config(
+        *tiny,
+        tmp_path / "run",
+        model__arithmetic="native",
+        train__steps=1,
+        task__reward="tests.rl.tiny_runs:share_plain",
+    )
     manifest = train(config)
     assert manifest["placement"] == {"device": "cpu", "arithmetic": "native"}
     with pytest.raises(ConfigError, match="started on cpu in native arithmetic; got cpu and emulated here"):

@@ -33,7 +33,9 @@ def start(tmp_path_factory):
 
 
 def _config(start, path, **changes):
-    return make_config(*start, path, **({"model__device": "cuda", "train__steps": 2} | changes))
+    # a reward that varies: groups of equal reward train nothing
+    common = {"model__device": "cuda", "train__steps": 2, "task__reward": "tests.rl.tiny_runs:share_plain"}
+    return make_config(*start, path, **(common | changes))
 
 
 @pytest.mark.parametrize(
