@@ -22,8 +22,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="native_values_recorded_as_keys",
         fault="The record of K holds the bytes of V.",
         path=_PASS,
-        old='taps.keep(Site("k", index), rows[0])',
-        new='taps.keep(Site("k", index), rows[1])',
+        old='taps.keep(Site("k", index), found[0])',
+        new='taps.keep(Site("k", index), found[1])',
         tests=(_FOLLOWS, _TESTS + "test_records_are_the_bytes_of_the_pages"),
     ),
     Mutation(
