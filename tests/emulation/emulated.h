@@ -274,14 +274,17 @@ template <class T> static inline T atomicOr(T *at, T value) {
     *at = old | value;
     return old;
 }
-static inline int __reduce_min_sync(uint32_t mask, int value) {
-    uint32_t mine = (uint32_t)value;
-    uint32_t(*all)[emulation::WORDS] = emulation::meet(&mine, 1, mask);
-    int smallest = value;
-    for (int i = 0; i < 32; i++) smallest = (int)all[i][0] < smallest ? (int)all[i][0] : smallest;
-    return smallest;
+template <class T, class Join> static inline T reduced(uint32_t mask, T value, Join join) {
+    auto all = emulation::meet((uint32_t *)&value, 1, mask);
+    T found = (T)all[0][0];
+    for (int i = 1; i < 32; i++) found = join(found, (T)all[i][0]);
+    return found;
 }
-static inline int __reduce_max_sync(uint32_t mask, int value) { return -__reduce_min_sync(mask, -value); }
+#define REDUCED(name, joined) \
+    static inline int name(uint32_t mask, int value) { return reduced(mask, value, [](int a, int b) { return joined; }); }
+REDUCED(__reduce_min_sync, a < b ? a : b)
+REDUCED(__reduce_max_sync, a > b ? a : b)
+REDUCED(__reduce_add_sync, a + b)
 static inline void __threadfence() {}
 static inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return (uint64_t)((unsigned __int128)a * b >> 64); }
 static inline int __popc(uint32_t x) { return __builtin_popcount(x); }

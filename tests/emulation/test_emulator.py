@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.emulation.emulator import COMPILER, Emulator
 
-from tracefp4.ops.device import DeviceLibrary, Launch, packed_arguments
+from tracefp4.ops.device import KernelFile, Launch, packed_arguments
 
 FAULTS = Path(__file__).with_name("faults.cu")
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g+
 
 
 def run(kernel, *arguments, threads=64, shared_bytes=0, order=0, grid=(1,)):
-    library = DeviceLibrary(FAULTS, lambda device: None)
+    library = KernelFile(FAULTS)
     library.runner = Emulator(order)
     library.launch(Launch(kernel, grid, threads, {}, shared_bytes), *arguments, device=CPU)
     return library.runner

@@ -180,10 +180,24 @@ DEVICE uint32_t followed_pairs(const uint32_t *word, const struct grid &grid, co
     return joined(codes);
 }
 
+/* What was recorded of the elements of a block. */
+struct decisions {
+    uint2 eight[BLOCK / 8];
+};
+
+DEVICE struct decisions load_decisions(const struct guide &guide, int64_t block) {
+    struct decisions decisions;
+    for (int w = 0; w < BLOCK / 8; w++) {
+        decisions.eight[w] = make_uint2(0, 0);
+        if (!BY_SYNDROMES && guide.decisions)
+            decisions.eight[w] = __ldcs(reinterpret_cast<const uint2 *>(guide.decisions) + block * (BLOCK / 8) + w);
+    }
+    return decisions;
+}
+
 /* Round a block of a valid row; nearest codes for syndromes, which are compared later. */
-DEVICE struct encoded follow_block(const struct guide &guide, const struct values &values, int64_t block,
-                                   int32_t amax_bits, uint32_t byte, struct outer outer, float band,
-                                   struct tally &tally) {
+DEVICE struct encoded follow_block(const struct values &values, const struct decisions &decisions, int32_t amax_bits,
+                                   uint32_t byte, struct outer outer, float band, struct tally &tally) {
     struct encoded encoded;
     if (BY_SYNDROMES && !HAS_BAND) {
         encoded = encode_under(values, amax_bits, byte, outer);
@@ -197,13 +211,9 @@ DEVICE struct encoded follow_block(const struct guide &guide, const struct value
     encoded.byte = byte;
     encoded.decode_scale = grid.decode_scale;
     if (!HAS_BAND) tally.in_band += BLOCK;
-    for (int w = 0; w < BLOCK / 8; w++) {
-        uint2 decisions = make_uint2(0, 0);
-        if (!BY_SYNDROMES) decisions = reinterpret_cast<const uint2 *>(guide.decisions)[block * (BLOCK / 8) + w];
-        encoded.word[w] = BY_PAIRS
-                              ? followed_pairs(values.word + w * WORDS_OF_EIGHT, grid, edges, decisions, tally)
-                              : followed_codes(values, 8 * w, grid.factor, band, decisions, tally);
-    }
+    for (int w = 0; w < BLOCK / 8; w++)
+        encoded.word[w] = BY_PAIRS ? followed_pairs(values.word + w * WORDS_OF_EIGHT, grid, edges, decisions.eight[w], tally)
+                                   : followed_codes(values, 8 * w, grid.factor, band, decisions.eight[w], tally);
     return encoded;
 }
 
@@ -312,7 +322,7 @@ DEVICE void count(const struct tally &tally, int32_t *counts) {
     SHARED int32_t of_warp[32][3];
     int32_t mine[3] = {tally.changed, tally.in_band, tally.undecoded};
     for (int i = 0; i < 3; i++) {
-        for (int with = 16; with; with /= 2) mine[i] += __shfl_xor_sync(FULL_MASK, mine[i], with);
+        mine[i] = __reduce_add_sync(FULL_MASK, mine[i]);
         if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP][i] = mine[i];
     }
     __syncthreads();
@@ -334,19 +344,27 @@ KERNEL guided_rows(const void *x, int num_rows, int width, int threads, float ba
     struct result result = {outer, block_scales, values, codes};
     struct scratch scratch = scratch_of(shared, width, (int)blockDim.x / threads);
     struct tally tally = {0, 0, 0};
-    struct values of_block; /* the first block of this thread stays in registers */
-    int num_blocks = width / BLOCK, is_valid = valid && place.is_there && valid[place.row];
-    if (place.is_there && place.thread < num_blocks) of_block = load_block(x, place.row * num_blocks + place.thread);
+    struct values of_block; /* the first block of this thread stays in registers, and is under way first */
+    struct decisions asked;
+    int num_blocks = width / BLOCK;
+    if (place.is_there && place.thread < num_blocks) {
+        of_block = load_block(x, place.row * num_blocks + place.thread);
+        asked = load_decisions(guide, place.row * num_blocks + place.thread);
+    }
+    int is_valid = valid && place.is_there && valid[place.row];
     struct outer scale = outer_of_row(place, of_block, x, num_blocks, guide, is_valid, outer);
     if (SCALES_BY_SYNDROMES) recover_scales(place, guide, x, num_blocks, is_valid, scale, scratch, result, tally);
     for (int b = place.thread; place.is_there && b < num_blocks; b += threads) {
         int64_t block = place.row * num_blocks + b;
-        if (b != place.thread) of_block = load_block(x, block);
+        if (b != place.thread) {
+            of_block = load_block(x, block);
+            asked = load_decisions(guide, block);
+        }
         int32_t amax_bits = amax_of(of_block);
         struct encoded encoded;
         if (is_valid) {
             uint32_t byte = guided_byte(guide, block, amax_bits, scale, result);
-            encoded = follow_block(guide, of_block, block, amax_bits, byte, scale, band, tally);
+            encoded = follow_block(of_block, asked, amax_bits, byte, scale, band, tally);
         } else {
             encoded = encode_under(of_block, amax_bits, scale_byte_of(amax_bits, x, block, scale), scale);
         }

@@ -22,10 +22,10 @@ struct place {
 
 DEVICE struct place place_of(int num_rows, int threads) {
     struct place place;
-    int slots = (int)blockDim.x / threads;
-    place.thread = (int)threadIdx.x % threads;
+    int slots = (int)(blockDim.x / (uint32_t)threads);
+    place.thread = (int)(threadIdx.x % (uint32_t)threads);
     place.threads = threads;
-    place.slot = (int)threadIdx.x / threads;
+    place.slot = (int)(threadIdx.x / (uint32_t)threads);
     place.first = (int64_t)blockIdx.x * slots;
     place.num_slots = (int)smaller(slots, num_rows - place.first);
     place.row = place.first + place.slot;
