@@ -232,6 +232,22 @@ TRAJECTORIES = (
         ),
     ),
     Mutation(
+        name="rows_gap_keeps_the_columns_of_who_left",
+        fault="The sequence that moves into a gap decodes with another one's token, pages and noise.",
+        path=_ROLLOUT + "rows.py",
+        old="            self._numbers[row] = self._numbers[len(self.sequences)]\n",
+        new="",
+        tests=("tests/rollout/test_rows.py::test_rows_hold_what_their_sequences_say_at_every_step",),
+    ),
+    Mutation(
+        name="ring_cuts_long_passes_by_rows",
+        fault="A pass of several slots loses rows of sites with several rows a token.",
+        path=_ROLLOUT + "ring.py",
+        old="part.narrow(1, begin * per_token, count * per_token)",
+        new="part.narrow(1, begin, count * per_token)",
+        tests=("tests/rollout/test_ring.py::test_passes_arrive_in_order_without_their_padding",),
+    ),
+    Mutation(
         name="finished_forgotten_before_their_records",
         fault="An error while records are built loses the sequences that had finished.",
         path=_ROLLOUT + "ledger.py",
