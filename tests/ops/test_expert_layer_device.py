@@ -240,8 +240,8 @@ kernels_round_rows = kernels.round_rows
 
 
 def test_the_tiling_follows_the_tokens_of_an_expert():
-    of_expert = (1, 4, 8, 16, 32, 64)
-    assert [tiling_of(128 * n, 128).token_tiles for n in of_expert] == [1, 1, 2, 3, 4, 8]
+    of_expert = (1, 4, 8, 16, 28, 32, 40, 64)
+    assert [tiling_of(128 * n, 128).token_tiles for n in of_expert] == [1, 1, 2, 3, 4, 5, 6, 8]
     assert tiling_of(1 << 16, 128).kind == "many"
 
 

@@ -42,7 +42,7 @@ _OWN_EXPONENT = 128
 """What rows.cu takes for "every row finds its own"."""
 _ROW_THREADS, _REFIT_THREADS = 512, 256
 _MANY_WARPS, _HELD_BLOCKS = 4096, 4
-"""Beyond so many warps with a block of the scheme per thread, which fill a GPU, a thread takes several; as in rows.cu."""
+"""Beyond so many warps with a block of the scheme per thread, which fill a GPU, a thread takes several; see rows.cu."""
 _MAXIMA_PARTS = 32
 """Thread blocks that look for the maximum of one matrix."""
 
@@ -69,10 +69,13 @@ _TILINGS = (
     (5, Tiling("many", 1, 2, 4, 4, 4)),
     (11, Tiling("many", 2, 4, 4, 3, 2)),
     (18, Tiling("many", 3, 4, 4, 3, 2)),
-    (40, Tiling("many", 4, 4, 4, 3, 2)),
+    (30, Tiling("many", 4, 4, 4, 3, 2)),
+    (36, Tiling("many", 5, 4, 4, 3, 2)),
+    (46, Tiling("many", 6, 4, 4, 3, 2)),
 )
 """The fastest tiling on an H200 up to a mean number of tokens per expert in use. In `few` every block of 64 rows reads
-its tokens from the second-level cache; `many` shares them among 128 or 256 rows."""
+its tokens from the second-level cache; `many` shares them among 128 or 256 rows. One block for all tokens of an expert
+costs less than two that both expand its weights, so the bounds lie where few experts have more (Poisson)."""
 _MOST = Tiling("many", 8, 4, 4, 3)
 
 
