@@ -8,7 +8,6 @@ so does a kernel that is given an address. What makes a GPU's host wait is count
 from collections import Counter
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -53,19 +52,17 @@ class There(torch.Tensor):
         return _run(func, args, kwargs or {}, waits=None)
 
 
-class _Literals(TorchFunctionMode):
-    """Makes tensors of numbers, which torch puts on a device below every mode, by way of host memory."""
+def _by_way_of_host_memory(make):
+    """A maker of tensors from numbers, which torch puts on a device below every mode."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if (
-            func not in (torch.tensor, torch.as_tensor)
-            or torch.device(kwargs.get("device") or "cpu") != DEVICE
-        ):
-            return func(*args, **kwargs)
-        if isinstance(args[0], There):
-            return args[0].to(kwargs.get("dtype"))
-        return func(*args, **{**kwargs, "device": "cpu"}).to(DEVICE)
+    def made(data, **options):
+        if torch.device(options.get("device") or "cpu") != DEVICE:
+            return make(data, **options)
+        if isinstance(data, There):
+            return data.to(options.get("dtype"))
+        return make(data, **{**options, "device": "cpu"}).to(DEVICE)
+
+    return made
 
 
 class Elsewhere(TorchDispatchMode):
@@ -74,15 +71,15 @@ class Elsewhere(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.waits = Counter()
-        self._literals = _Literals()
 
     def __enter__(self):
-        self._literals.__enter__()
+        self._makers = torch.tensor, torch.as_tensor
+        torch.tensor, torch.as_tensor = map(_by_way_of_host_memory, self._makers)
         return super().__enter__()
 
     def __exit__(self, *error):
+        torch.tensor, torch.as_tensor = self._makers
         super().__exit__(*error)
-        self._literals.__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {}, waits=self.waits)

@@ -17,7 +17,7 @@ from tracefp4.rl.planning import calibrated_plan
 from tracefp4.rl.policy import load_policy
 from tracefp4.rl.trainer import PolicyTrainer
 
-TIMES = ("_seconds", "_per_s")
+TIMES = ("_seconds", "_per_s", "_wait_s")
 VARIES = "tests.rl.tiny_runs:share_plain"
 
 
@@ -76,8 +76,8 @@ def test_a_run_there_ends_as_one_here(tiny, tmp_path, monkeypatch, changes):
         assert row == pytest.approx(wanted, rel=1e-4, abs=1e-7)
     state = _state(there)
     for name, wanted in _state(here).items():
-        # torch takes some gradients apart in another way there, so sums differ in their last bit
-        torch.testing.assert_close(state[name], wanted, rtol=1e-4, atol=1e-6)
+        # torch takes some gradients apart in another way there, and AdamW divides a last bit by a small moment
+        torch.testing.assert_close(state[name], wanted, rtol=1e-4, atol=1e-4)
     assert all(row["trained_samples"] for row in metrics_of(there))
     assert found["placement"] == {"device": DEVICE.type, "arithmetic": "emulated"}
 
