@@ -255,7 +255,7 @@ SCHEME = {"SCHEME": "16,0,0,0,0,0,0,2688,0,1,0", "DTYPE": 1}
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_files_compile_for(architecture, tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "cache_folder", lambda: tmp_path)
-    tile = {"BLOCK": 16, "NT": 4, "MT": 8, "WARPS": 4, "STAGES": 3}
+    tile = {"BLOCK": 16, "NT": 4, "MT": 8, "WARPS": 4, "STAGES": 3, "MIN_BLOCKS": 1}
     variants = {"few": tile | {"MT": 1, "WARPS": 8}, "many": tile, "routes": {}, "rows": SCHEME}
     for library in kernels.FILES:
         source = library.program.source
