@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tracefp4.errors import ConfigError
 from tracefp4.patching import Plan, PlanRules, apply, plan
@@ -66,23 +66,13 @@ def open_run(
     placement = placement_of(config.model)
     check_states(config.train.optimizer_states, placement.device)
     build_scorer(config.task).close()
-    manifest = directory.read_json("manifest.json") if directory.is_begun else None
-    if manifest is not None:
-        check_resumed(manifest.get("placement"), placement)
-        _check_settings(str(manifest["config_digest"]), directory.read_json("config.json"), config)
     held_out = build_held_out(config.task) if config.run.eval_items else None
-    if manifest is not None and held_out is not None:
-        _check_evaluations(manifest, evaluated_on(config, held_out))
-    found = None if manifest is None else checkpoint.latest(directory.checkpoints)
-    state = None if found is None else checkpoint.load_state(found)
-    policy = load_policy(config.model.path if found is None else found, placement=placement)
+    left = _left(config, directory, placement, held_out)
+    policy = load_policy(left.checkpoint or config.model.path, placement=placement)
     stream = build_stream(config.task, reserved=config.run.eval_items)
-    run_plan, choice = _plan(config, policy, placement, stream.source, manifest, on_event)
+    run_plan, choice = _plan(config, policy, placement, stream.source, left.manifest, on_event)
     trainer = _trainer(config, policy, run_plan, placement)
-    version = 0
-    if found is not None and state is not None:
-        _restore(trainer, stream, found, state)
-        version = state.weight_version
+    version = _restore(trainer, stream, left)
     run = Run(
         config=config,
         directory=directory,
@@ -101,25 +91,66 @@ def open_run(
         held_out=held_out,
         reference=_reference(config, trainer, placement),
     )
-    groups: list[Group] = []
-    if found is not None and state is not None:
-        run.step, run.counters = state.step, dict(state.counters)
-        run.gating.restore(state.gate)
-        rollouts = checkpoint.load_rollouts(found)
-        run.pending = deque(samples_from_bytes(rollouts[checkpoint.PENDING]))
-        groups = groups_from_bytes(rollouts[checkpoint.UNDER_WAY], task_of=stream.source.item)
-    run.partial = _partial(run, groups)
-    if manifest is None:
+    run.partial = _partial(run, _go_on(run, left))
+    if left.manifest is None:
         run.begin(
             {"placement": placement.summary()} | ({} if choice is None else {"rates": choice.summary()})
         )
     if resume:
-        checkpoint.discard_after(directory.checkpoints, found)
+        checkpoint.discard_after(directory.checkpoints, left.checkpoint)
     directory.cut_metrics(first_step=run.step)
     run.records = _records(config, directory, first_step=run.step)
     if run.records is not None:
         trainer.fetcher = run.records.fetcher(trainer.plan)
     return run
+
+
+class _Left(NamedTuple):
+    """What an earlier process left of the run; of a new run, nothing."""
+
+    manifest: dict[str, Any] | None
+    """None: the run is new."""
+    checkpoint: Path | None
+    """The last whole one; None: there is none."""
+    state: checkpoint.TrainState | None
+    """Of that checkpoint."""
+
+
+def _left(
+    config: RunConfig, directory: RunDirectory, placement: Placement, held_out: TaskSource | None
+) -> _Left:
+    """Find what there is of the run, and refuse to go on where the recipe would change its results."""
+    if not directory.is_begun:
+        return _Left(None, None, None)
+    manifest = directory.read_json("manifest.json")
+    check_resumed(manifest.get("placement"), placement)
+    _check_settings(str(manifest["config_digest"]), directory.read_json("config.json"), config)
+    if held_out is not None:
+        _check_evaluations(manifest, evaluated_on(config, held_out))
+    found = checkpoint.latest(directory.checkpoints)
+    return _Left(manifest, found, None if found is None else checkpoint.load_state(found))
+
+
+def _restore(trainer: PolicyTrainer, stream: TaskStream, left: _Left) -> int:
+    """Put optimizer, generators and stream where the checkpoint has them; returns the version of its weights."""
+    if left.checkpoint is None or left.state is None:
+        return 0
+    assert trainer.optimizer is not None
+    trainer.optimizer.load_state_tensors(checkpoint.load_optimizer(left.checkpoint))
+    checkpoint.restore_rng(left.checkpoint)
+    stream.restore(left.state.data)
+    return left.state.weight_version
+
+
+def _go_on(run: Run, left: _Left) -> list[Group]:
+    """Give the run its step, counters, gate and pending rollouts; returns the groups that were under way."""
+    if left.checkpoint is None or left.state is None:
+        return []
+    run.step, run.counters = left.state.step, dict(left.state.counters)
+    run.gating.restore(left.state.gate)
+    rollouts = checkpoint.load_rollouts(left.checkpoint)
+    run.pending = deque(samples_from_bytes(rollouts[checkpoint.PENDING]))
+    return groups_from_bytes(rollouts[checkpoint.UNDER_WAY], task_of=run.stream.source.item)
 
 
 def _partial(run: Run, groups: list[Group]) -> PartialRollouts | None:
@@ -214,13 +245,6 @@ def _plan(
         bed, made, prompts, max_tokens=config.rollout.max_tokens, seed=config.train.seed, on_event=on_event
     )
     return made.with_codecs(choice.codecs), choice
-
-
-def _restore(trainer: PolicyTrainer, stream: TaskStream, found: Path, state: checkpoint.TrainState) -> None:
-    assert trainer.optimizer is not None
-    trainer.optimizer.load_state_tensors(checkpoint.load_optimizer(found))
-    checkpoint.restore_rng(found)
-    stream.restore(state.data)
 
 
 def _reference(config: RunConfig, trainer: PolicyTrainer, placement: Placement) -> PolicyTrainer | None:

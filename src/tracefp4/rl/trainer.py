@@ -277,8 +277,8 @@ class PolicyTrainer:
         candidates: Sequence[str] = (),
         is_first: bool = False,
     ) -> ReplayBatch:
-        """What the pass over a batch, in host memory, follows; what rounding cannot represent is counted in the first
-        pass of an update alone."""
+        """What the pass over a batch, in host memory, follows; what rounding cannot represent is counted where codes
+        are compared, and in the first pass of an update."""
         plan = self.plan
         for record in batch.records:
             if record is not None:
@@ -295,7 +295,7 @@ class PolicyTrainer:
             references=batch.records if measure else None,
             candidates=candidates,
             device=self.device,
-            counts_saturation=is_first,
+            counts_saturation=is_first or measure,
         )
 
 
