@@ -272,4 +272,50 @@ TRAJECTORIES = (
     ),
 )
 
-MUTATIONS = PREFIXES + PAGES + TRAJECTORIES
+_AHEAD = "tests/rollout/test_ahead.py::"
+_BETWEEN = _AHEAD + "test_what_comes_between_two_steps_drops_the_pass_that_has_begun"
+
+AHEAD = (
+    Mutation(
+        name="ahead_over_the_last_token",
+        fault="A pass starts ahead for a sequence whose last token has just been drawn.",
+        path=_ROLLOUT + "rows.py",
+        old="else sequence.num_cached + left - 1",
+        new="else sequence.num_cached + left",
+        tests=(_AHEAD + "test_every_step_ends_what_it_ends_in_the_plain_order",),
+    ),
+    Mutation(
+        name="ahead_over_a_stop_token",
+        fault="A pass starts ahead although a token that was drawn ends its sequence.",
+        path=_ROLLOUT + "rows.py",
+        old=" and self._stop_ids.isdisjoint(token_ids)",
+        new="",
+        tests=(_AHEAD + "test_every_step_ends_what_it_ends_in_the_plain_order",),
+    ),
+    Mutation(
+        name="ahead_over_an_update",
+        fault="A pass that began under the old weights counts as one under the new ones.",
+        path=_ROLLOUT + "engine.py",
+        old="        self._settle()\n        self._model.weights.load(state)\n",
+        new="        self._model.weights.load(state)\n",
+        tests=(_BETWEEN,),
+    ),
+    Mutation(
+        name="ahead_of_an_abort",
+        fault="A pass that began with an aborted sequence is booked to the rows of the others.",
+        path=_ROLLOUT + "engine.py",
+        old="        self._settle()\n        self._ledger.finished",
+        new="        self._ledger.finished",
+        tests=(_BETWEEN,),
+    ),
+    Mutation(
+        name="ahead_of_a_seal",
+        fault="The log is sealed while a pass under way names its rows.",
+        path=_ROLLOUT + "engine.py",
+        old="        if self._ahead is None:  # a pass under way names rows of the log\n            self._ledger",
+        new="        if True:\n            self._ledger",
+        tests=(_AHEAD + "test_every_step_ends_what_it_ends_in_the_plain_order",),
+    ),
+)
+
+MUTATIONS = PREFIXES + PAGES + TRAJECTORIES + AHEAD

@@ -74,6 +74,7 @@ class DecodingEngine(LocalEngine):
         for sequence in self._scheduler.waiting:
             sequence.num_computed = sequence.num_cached = len(sequence.ids) - 1
         self.step()
+        self._settle()  # a pass started ahead has not seen what pages are filled with
         is_placing = False
         self._check_running(len(contexts))
         fill_pages(self.pool, seed)
@@ -94,7 +95,7 @@ class DecodingEngine(LocalEngine):
 
     def drop(self) -> None:
         """Forget all sequences and their log."""
-        self._ledger.drop(self._scheduler.request_ids)
+        self._drop(self._scheduler.request_ids)
 
     def experts_in_use(self) -> list[int]:
         """Return how many experts the last step used, by routed layer; the engine must record.
@@ -135,6 +136,7 @@ class DecodingEngine(LocalEngine):
         if self._graphs is None:
             self.take_steps(1)
             return 0
+        self._settle()
         self._scheduler.schedule()  # the step will find the pages that this gives out
         rows = self._scheduler.rows
         launched = DecodeGraphs(self._model, self.pool, rows, None, capture=launch_by_launch)

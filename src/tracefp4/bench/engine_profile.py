@@ -82,6 +82,8 @@ def profile_step(
 
     is_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
+    if is_gpu:
+        torch.cuda.synchronize(device)  # the step may have begun; then the kernels are those of the next one
     with profile(activities=[activity]) as found:
         step()
         if is_gpu:

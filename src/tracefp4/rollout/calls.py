@@ -7,7 +7,7 @@ stepped and nothing of what a step does. Requests that others have submitted run
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import chain
 
 from tracefp4.rollout.completion import Completion, SamplingParams
@@ -44,6 +44,12 @@ class CompletingCalls(ABC):
     @abstractmethod
     def _check(self, job: Job) -> None:
         """Refuse a job that cannot be run."""
+
+    def _drop(self, request_ids: Collection[int]) -> None:
+        """Forget requests entirely, finished parts too; after an error in the middle of a pass."""
+        for request_id in request_ids:
+            self.abort(request_id)
+        self._ledger.drop(set(request_ids))
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, *, enough: Enough | None = None
@@ -117,6 +123,11 @@ class CompletingCalls(ABC):
         jobs = [extending_job(c, tokens, params, recomputes=recompute) for c, tokens in pairs]
         return [row[0] for row in self._run(jobs)]
 
+    def take_finished(self) -> list[Completion]:
+        """Hand over every finished completion, oldest request first, and forget them."""
+        ids = {sequence.request.request_id for sequence in self._ledger.finished}
+        return [completion for _, completion in self._ledger.take(ids)]
+
     def _run(self, jobs: list[Job], *, enough: Enough | None = None) -> list[list[Completion]]:
         for job in jobs:
             self._check(job)
@@ -130,7 +141,7 @@ class CompletingCalls(ABC):
                         self.abort(request_id)
             taken = self._ledger.take(set(ids))
         except BaseException:
-            self._ledger.drop(set(ids))
+            self._drop(ids)
             raise
         by_request: dict[int, list[Completion]] = {request_id: [] for request_id in ids}
         for request_id, completion in taken:

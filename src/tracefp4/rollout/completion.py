@@ -130,6 +130,10 @@ class EngineStats:
     """Decode passes that ran as a captured graph."""
     eager_passes: int = 0
     """Decode passes that ran launch by launch; prompts always do, and are not counted here."""
+    ahead_passes: int = 0
+    """Captured passes that were started before the tokens of the pass before them were booked."""
+    dropped_passes: int = 0
+    """Passes started ahead whose draws were dropped, because something changed before they were taken."""
     why_eager: str = ""
     """Why this engine captures no decode passes; empty if it does."""
     record_waits: int = 0
@@ -140,9 +144,15 @@ class EngineStats:
     """Given tokens that were neither computed nor restored because of that."""
 
     def after_step(
-        self, *, prefill_tokens: int, tokens_generated: int, decode_pass: DecodePass | None, seconds: float
+        self,
+        *,
+        prefill_tokens: int,
+        tokens_generated: int,
+        decode_pass: DecodePass | None,
+        is_ahead: bool,
+        seconds: float,
     ) -> "EngineStats":
-        """Return the counters after one more step."""
+        """Return the counters after one more step; `is_ahead`: it has started the next pass."""
         return replace(
             self,
             tokens_generated=self.tokens_generated + tokens_generated,
@@ -150,6 +160,7 @@ class EngineStats:
             num_steps=self.num_steps + 1,
             graph_passes=self.graph_passes + (decode_pass == "graph"),
             eager_passes=self.eager_passes + (decode_pass == "eager"),
+            ahead_passes=self.ahead_passes + is_ahead,
             seconds=self.seconds + seconds,
         )
 

@@ -27,15 +27,12 @@ from tracefp4.rollout.options import EngineOptions
 from tracefp4.rollout.prefixes import build_prefixes
 from tracefp4.rollout.recorder import build_recorder
 from tracefp4.rollout.residence import build_residence
-from tracefp4.rollout.ring import RecordRing
+from tracefp4.rollout.ring import NUM_SLOTS, RecordRing
 from tracefp4.rollout.rows import build_rows
-from tracefp4.rollout.runner import Runner
+from tracefp4.rollout.runner import Computed, Runner
 from tracefp4.rollout.scheduler import Scheduler
 from tracefp4.rollout.sequence import Sequence
 from tracefp4.rollout.sizing import cache_shape
-
-RING_SLOTS = 3
-"""Passes whose bytes may be on their way to the log."""
 
 
 @dataclass(eq=False)
@@ -62,7 +59,7 @@ class LocalEngine(EngineOptions, CompletingCalls):
             sizes=self._model.sizes,
             precision=self.precision,
             plan_digest=self.plan_digest,
-            ring=RecordRing(device, num_slots=RING_SLOTS, slot_tokens=self.max_batch),
+            ring=RecordRing(device, num_slots=NUM_SLOTS, slot_tokens=self.max_batch),
         )
         shape, length = cache_shape(
             self, self._model, recorder=self._recorder, max_positions=config.max_position_embeddings
@@ -87,22 +84,17 @@ class LocalEngine(EngineOptions, CompletingCalls):
             self._allocator, pool=self.pool, recorder=self._recorder, prefixes=self._prefixes
         )
         self._scheduler = Scheduler(
-            self._residence,
-            rows=rows,
-            max_tokens_per_step=self.max_tokens_per_step,
-            decode=self.decode,
+            self._residence, rows=rows, max_tokens_per_step=self.max_tokens_per_step, decode=self.decode
         )
         self._ledger = Ledger(
-            self._scheduler,
-            recorder=self._recorder,
-            prefixes=self._prefixes,
-            max_log_rows=self.max_log_rows,
+            self._scheduler, recorder=self._recorder, prefixes=self._prefixes, max_log_rows=self.max_log_rows
         )
         if self._graphs is not None and self.captures_at_start:
             self._graphs.capture_all()
         self._max_length = length
         self._num_requests = 0
         self._is_paused = False
+        self._ahead: Computed | None = None
         self._stats = EngineStats(why_eager=why_not)
 
     @property
@@ -145,6 +137,8 @@ class LocalEngine(EngineOptions, CompletingCalls):
     def step(self) -> list[Sequence]:
         """Run one pass; returns the sequences that finished in it (`take_finished` gives their completions).
 
+        Where the next pass is the same rows alone, it starts before the tokens of this one are booked.
+
         Raises: ConfigError while the engine is paused.
         """
         if self._is_paused:
@@ -152,34 +146,39 @@ class LocalEngine(EngineOptions, CompletingCalls):
                 "The engine is paused; got step. Nothing runs between pause and resume. Call resume first."
             )
         started = time.perf_counter()
-        chunks = self._scheduler.schedule()
-        num_prefill = sum(work.num_given_computed for work in chunks)
-        computed = self._runner.run(chunks)
+        computed = self._ahead or self._runner.run(self._scheduler.schedule())
+        self._ahead = None
         # the device computes meanwhile
         draws = self._scheduler.advance(
-            chunks, version=self.weight_version, row_log=computed.row_log, chunk_log=computed.chunk_log
+            computed.chunks,
+            version=self.weight_version,
+            row_log=computed.row_log,
+            chunk_log=computed.chunk_log,
         )
         token_ids, logprobs = self._runner.draw(computed, draws)
-        finished = self._scheduler.accept(draws, token_ids, logprobs, ended=self._ledger.finished)
-        self._ledger.seal_if_long()
+        may_go_on = self._scheduler.write(token_ids) and self._runner.captures and not self._ledger.is_long
+        try:
+            if may_go_on and self._scheduler.place():
+                self._ahead = self._runner.run([])
+        finally:
+            finished = self._scheduler.accept(draws, token_ids, logprobs, ended=self._ledger.finished)
+        if self._ahead is None:  # a pass under way names rows of the log
+            self._ledger.seal_if_long()
         self._stats = self._stats.after_step(
-            prefill_tokens=num_prefill,
+            prefill_tokens=computed.num_given,
             tokens_generated=len(token_ids),
             decode_pass=computed.decode_pass,
+            is_ahead=self._ahead is not None,
             seconds=time.perf_counter() - started,
         )
         return finished
-
-    def take_finished(self) -> list[Completion]:
-        """Hand over every finished completion, oldest request first, and forget them."""
-        ids = {sequence.request.request_id for sequence in self._ledger.finished}
-        return [completion for _, completion in self._ledger.take(ids)]
 
     def abort(self, request_id: int) -> None:
         """End a request now; its samples finish with reason `abort` and the records of what was computed.
 
         An unknown or finished request is left alone: it may have finished in the step before.
         """
+        self._settle()
         self._ledger.finished += self._scheduler.abort(request_id)
 
     def suspend(self) -> list[Completion]:
@@ -192,6 +191,7 @@ class LocalEngine(EngineOptions, CompletingCalls):
 
     def pause(self) -> None:
         """Stop in place: unfinished sequences wait with their pages, which may move to host memory."""
+        self._settle()
         self._scheduler.pause()
         self._is_paused = True
 
@@ -217,8 +217,7 @@ class LocalEngine(EngineOptions, CompletingCalls):
             recompute: compute K and V of every unfinished sequence again under the new weights before it goes on. The
                 record's K and V are then the new ones, which later tokens read; its expert inputs and routing stay
                 those of the passes that tokens were drawn from. False: K and V stay.
-            keep_prefixes: leave the prefix cache as it is; positions found there keep their older versions. False:
-                it is emptied.
+            keep_prefixes: leave the prefix cache as it is; positions in it keep their versions. False: empty it.
 
         Raises: ConfigError for a version that does not increase, or a state dict that does not fit; nothing
             changed then.
@@ -228,12 +227,20 @@ class LocalEngine(EngineOptions, CompletingCalls):
                 f"Weight versions only increase; got version {version} after {self.weight_version}. Allowed "
                 f"is {self.weight_version + 1} or more. Count versions in one place, the trainer."
             )
+        self._settle()
         self._model.weights.load(state)
         self.weight_version = version
         if self._prefixes is not None and not keep_prefixes:
             self._prefixes.clear(weight_version=version)
         if recompute:
             self._scheduler.flush()
+
+    def _settle(self) -> None:
+        """Drop a pass started ahead, before what it reads is changed; the next step computes its positions again."""
+        if self._ahead is not None:
+            self._ahead = None
+            self._stats = replace(self._stats, dropped_passes=self._stats.dropped_passes + 1)
+            self._runner.wait()
 
     def _check(self, job: Job) -> None:
         check_job(job, vocab_size=self._model.sizes.vocab_size, can_decode=self.decode is not None)

@@ -69,16 +69,19 @@ class Ledger:
         return [sequence.completion(None) for sequence in found]
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Forget requests entirely, finished parts too; after an error in the middle of a pass."""
-        for request_id in request_ids:
-            self._scheduler.abort(request_id)
+        """Forget requests that have ended."""
         self.finished = [s for s in self.finished if s.request.request_id not in request_ids]
         self._tidy()
 
+    @property
+    def is_long(self) -> bool:
+        """True if the log has grown beyond its limit."""
+        return self._recorder is not None and self._recorder.num_rows > self._max_log_rows
+
     def seal_if_long(self) -> None:
-        """Turn the log into records if it has grown beyond its limit, unless a sequence is being computed again."""
+        """Turn the log into records if it is long, unless a sequence is being computed again."""
         recorder = self._recorder
-        if recorder is None or recorder.num_rows <= self._max_log_rows:
+        if recorder is None or not self.is_long:
             return
         known = [*self._scheduler.running, *self._scheduler.waiting, *self.finished]
         if all(sequence.rebuild is None for sequence in known):

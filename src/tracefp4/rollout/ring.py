@@ -24,6 +24,8 @@ from tracefp4.models.taps import StackedTaps
 
 Sink = Callable[[StackedTaps, int], None]
 """Takes the bytes of some tokens, in host memory that is written again afterwards, and their number."""
+NUM_SLOTS = 3
+"""Passes whose bytes may be on their way to an engine's log."""
 _ALIGNMENT = 64
 
 

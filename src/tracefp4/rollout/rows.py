@@ -52,6 +52,10 @@ class DecodeRows:
         self._null_frame = shape.num_pages
         self._row_of: dict[Sequence, int] = {}
         self._joined: list[Sequence] = []
+        self._looked_at_from = np.zeros(
+            max_rows, dtype=np.int64
+        )  # first position whose draw may end the sequence
+        self._stop_ids: frozenset[int] = frozenset()  # of all rows since there was none
         self.padding = self._padding()
         """int64 [NUM_COLUMNS + max_pages], a row that stores nothing."""
         self.buffer[:] = self.padding
@@ -81,6 +85,10 @@ class DecodeRows:
         self._floats[row, TEMPERATURE], self._floats[row, TOP_P] = params.temperature, params.top_p
         self._pages[row, : len(frames)] = frames
         self._set_forced(sequence)
+        is_always_looked_at = bool(params.stop) or sequence.request.forced is not None
+        left = params.max_tokens - len(sequence.logprobs)
+        self._looked_at_from[row] = 0 if is_always_looked_at else sequence.num_cached + left - 1
+        self._stop_ids |= frozenset(params.stop_token_ids)
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence's row away, if it has one; the last row takes its place."""
@@ -92,14 +100,17 @@ class DecodeRows:
             self.sequences[row] = last
             self._row_of[last] = row
             self._numbers[row] = self._numbers[len(self.sequences)]
+            self._looked_at_from[row] = self._looked_at_from[len(self.sequences)]
         if sequence in self._joined:
             self._joined.remove(sequence)
         self.buffer[len(self.sequences)] = self.padding
+        if not self.sequences:
+            self._stop_ids = frozenset()
 
     def clear(self) -> None:
         """Take all rows away."""
         self.buffer[: len(self.sequences)] = self.padding
-        self.sequences, self._joined = [], []
+        self.sequences, self._joined, self._stop_ids = [], [], frozenset()
         self._row_of.clear()
 
     def at_new_page(self) -> list[Sequence]:
@@ -123,12 +134,21 @@ class DecodeRows:
         self._numbers[: len(rows), SLOT] = frames * self._page_size + positions % self._page_size
         self._joined.clear()
 
-    def advance(self, token_ids: list[int]) -> None:
-        """Go on by one position; `token_ids` are what the sequences have just been given, row by row."""
+    def advance(self, token_ids: list[int]) -> bool:
+        """Go on by one position; `token_ids` are what was drawn, row by row. The sequences may not know them yet.
+
+        Returns: True if no row ends by its token. False: one may, and its sequence has to be asked.
+        """
         numbers = self._numbers[: len(self.sequences)]
+        is_looked_at = numbers[:, POSITION] >= self._looked_at_from[: len(numbers)]
+        goes_on = not is_looked_at.any() and self._stop_ids.isdisjoint(token_ids)
         numbers[:, TOKEN] = token_ids
         numbers[:, POSITION] += 1
-        for row in np.flatnonzero(numbers[:, FORCED] >= 0).tolist():
+        return goes_on
+
+    def force_next(self) -> None:
+        """Note the next tokens of sequences whose tokens are given, after they were given the last ones."""
+        for row in np.flatnonzero(self._numbers[: len(self.sequences), FORCED] >= 0).tolist():
             self._set_forced(self.sequences[row])
 
     def draws(self) -> Draws:

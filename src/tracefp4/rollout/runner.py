@@ -40,6 +40,10 @@ class Computed(NamedTuple):
     """First log row of the chunks."""
     decode_pass: DecodePass | None
     """How the decoding rows were computed; None if there were none."""
+    chunks: Sequence[Work]
+    """What was computed beside them."""
+    num_given: int
+    """Given tokens that were computed for the first time."""
 
 
 class Runner:
@@ -68,20 +72,32 @@ class Runner:
         self._recorder = recorder
         self._graphs = graphs
 
+    @property
+    def captures(self) -> bool:
+        """True if decode passes are captured: `run` of rows alone returns at once."""
+        return self._graphs is not None
+
+    def wait(self) -> None:
+        """Wait until the last captured pass has drawn."""
+        assert self._graphs is not None
+        self._graphs.wait()
+
     def run(self, chunks: Sequence[Work]) -> Computed:
         """Compute all rows and some chunks, shortest first; at least one of either."""
         count, drawn, row_log = len(self._rows), None, None
+        num_given = sum(work.num_given_computed for work in chunks)
         if count and self._graphs is not None:
             drawn, row_log = self._graphs.run(count)
         parts = [] if drawn is not None or not count else [self._rows.batch()]
         if chunks:
             parts.append(chunk_batch(chunks, pool=self._pool))
         if not parts:
-            return Computed(None, drawn, row_log, None, "graph")
+            return Computed(None, drawn, row_log, None, "graph", chunks, num_given)
         outputs, first = self._forward(_side_by_side(parts))
         if drawn is not None or not count:
-            return Computed(outputs, drawn, row_log, first, "graph" if count else None)
-        return Computed(outputs, None, first, None if first is None else first + count, "eager")
+            return Computed(outputs, drawn, row_log, first, "graph" if count else None, chunks, num_given)
+        chunk_log = None if first is None else first + count
+        return Computed(outputs, None, first, chunk_log, "eager", chunks, num_given)
 
     def draw(self, computed: Computed, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of all rows, then of `draws`; waits for them."""
@@ -97,8 +113,7 @@ class Runner:
             outputs = computed.outputs[torch.tensor(logit_rows, device="cpu").to(device)]
             found = self._sampled(outputs, joined(of_rows, columns(draws), device=device))
         if computed.drawn is not None:
-            assert self._graphs is not None
-            self._graphs.wait()
+            self.wait()
             token_ids, logprobs = computed.drawn.tokens.tolist(), computed.drawn.logprobs.tolist()
         if found is not None:
             token_ids = token_ids + found.tokens.tolist()

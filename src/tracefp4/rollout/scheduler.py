@@ -18,7 +18,7 @@ from operator import attrgetter
 from tracefp4.rollout.residence import Residence
 from tracefp4.rollout.rows import DecodeRows
 from tracefp4.rollout.sequence import Draw, Request, Sequence, Work
-from tracefp4.rollout.stopping import Decode, stop_cut
+from tracefp4.rollout.stopping import Decode, stop_at_text
 
 BY_AGE = attrgetter("order")
 
@@ -34,12 +34,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        residence: Residence,
-        *,
-        rows: DecodeRows,
-        max_tokens_per_step: int,
-        decode: Decode | None,
+        self, residence: Residence, *, rows: DecodeRows, max_tokens_per_step: int, decode: Decode | None
     ) -> None:
         self.waiting: list[Sequence] = []
         """Oldest first; not resident, or new."""
@@ -80,7 +75,7 @@ class Scheduler:
         """Choose the next pass: all of `rows`, and the chunks returned, shortest first. Every sequence in it is
         resident and may write its positions."""
         num_preemptions = self.num_preemptions
-        self._turn_pages()
+        self._turn_pages(self.rows.at_new_page())
         if self.num_preemptions == num_preemptions:
             self._admit()
         chunks = self._prefill(self._max_tokens - len(self.rows))
@@ -117,11 +112,28 @@ class Scheduler:
             logit_row += 1
         return draws
 
+    def write(self, token_ids: list[int]) -> bool:
+        """Write what was drawn, for rows first, into the rows; True if nobody else runs and none ends by its token."""
+        goes_on = self.rows.advance(token_ids[: len(self.rows)])
+        return goes_on and 0 < len(self.rows) == len(self.running)
+
+    def place(self) -> bool:
+        """Ready a pass of all rows alone, after `write` said True; False if `schedule` must choose the next one: pages
+        are short, or somebody may enter."""
+        turning = self.rows.at_new_page()
+        if len(turning) > self._residence.num_available:  # one page each at most
+            return False
+        self._turn_pages(turning)
+        if self._next_to_enter() is not None:
+            return False
+        self.rows.place()
+        return True
+
     def accept(
         self, draws: list[Draw], token_ids: list[int], logprobs: list[float], *, ended: list[Sequence]
     ) -> list[Sequence]:
-        """Append the drawn tokens, of the rows and then of `draws`; sequences that end give up pages and place, go to
-        `ended`, and are returned. Those that go on have a row from now on.
+        """Append the drawn tokens, of the rows and then of `draws`, after `write`; sequences that end give up pages and
+        place, go to `ended`, and are returned. Those that go on have a row from now on.
 
         Where `decode` fails, every sequence still has its token, and those that have ended are in `ended`.
         """
@@ -129,11 +141,11 @@ class Scheduler:
         receivers = self.rows.sequences + joining
         for sequence, token_id, logprob in zip(receivers, token_ids, logprobs, strict=True):
             sequence.accept(token_id, logprob)
-        self.rows.advance(token_ids[: len(self.rows)])
+        self.rows.force_next()
         try:
             if self._decode_text is not None:
                 for sequence in receivers:
-                    self._stop_at_text(sequence, self._decode_text)
+                    stop_at_text(sequence, decode=self._decode_text)
         finally:
             finished = [sequence for sequence in receivers if sequence.finish_reason is not None]
             for sequence in finished:
@@ -168,18 +180,9 @@ class Scheduler:
         for sequence in self.waiting:
             self._residence.flush(sequence)
 
-    def _stop_at_text(self, sequence: Sequence, decode: Decode) -> None:
-        """End a sequence whose text now contains a stop text, unless a stop token has ended it."""
-        if sequence.finish_reason == "stop" or sequence.request.forced is not None:
-            return
-        kept = stop_cut(sequence.turn_ids, sequence.request.params, decode=decode)
-        if kept is not None:
-            sequence.stop_after(kept)
-
-    def _turn_pages(self) -> None:
-        """Give every decoding sequence a page for its next position, oldest first; the youngest rest if pages run
-        out."""
-        for sequence in sorted(self.rows.at_new_page(), key=BY_AGE):
+    def _turn_pages(self, turning: list[Sequence]) -> None:
+        """Give decoding sequences a page for their next position, oldest first; the youngest rest if pages run out."""
+        for sequence in sorted(turning, key=BY_AGE):
             if sequence.table.is_resident and self._make_room(sequence):
                 sequence.table.prepare_write(sequence.num_cached, sequence.num_cached + 1)
                 self.rows.turn_page(sequence)
@@ -202,21 +205,23 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self) -> None:
-        """Let waiting sequences run, oldest first, while places, pages and tokens last; those that decode have a row at
-        once."""
-        while self.waiting and len(self.running) < self.rows.capacity and len(self.rows) < self._max_tokens:
-            sequence = self.waiting[0]
-            needed = self._residence.num_frames_to_enter(sequence)
-            spare = (
-                len(self.running) // self._residence.page_size
-            )  # what the next step's decoding will ask for
-            if needed + spare > self._residence.num_available:
-                break
+        """Let waiting sequences run, oldest first, while places, pages and tokens last; who decodes gets a row."""
+        while (sequence := self._next_to_enter()) is not None:
             self.waiting.pop(0)
             insort(self.running, sequence, key=BY_AGE)
             self._residence.enter(sequence)
             if sequence.is_decoding:
                 self.rows.enter(sequence)
+
+    def _next_to_enter(self) -> Sequence | None:
+        """The oldest waiting sequence, if it may run now."""
+        has_place = len(self.running) < self.rows.capacity and len(self.rows) < self._max_tokens
+        if not self.waiting or not has_place:
+            return None
+        needed = self._residence.num_frames_to_enter(self.waiting[0])
+        # the next step's decoding will ask for pages, too
+        needed += len(self.running) // self._residence.page_size
+        return self.waiting[0] if needed <= self._residence.num_available else None
 
     def _prefill(self, budget: int) -> list[Work]:
         """Chunks of prompts and of what is computed again, oldest first; pages for them were taken on admission."""

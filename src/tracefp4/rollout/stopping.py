@@ -8,9 +8,11 @@ single tokens, and nothing is encoded again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 
 from tracefp4.rollout.completion import SamplingParams
+from tracefp4.rollout.sequence import Sequence
 
 Decode = Callable[[list[int]], str]
 """Token ids to text, special tokens included or left out as the stop texts expect them; must not strip text."""
@@ -20,7 +22,16 @@ Decode = Callable[[list[int]], str]
 MARGIN = 4
 
 
-def stop_cut(tokens: Sequence[int], params: SamplingParams, *, decode: Decode) -> int | None:
+def stop_at_text(sequence: Sequence, *, decode: Decode) -> None:
+    """End a sequence whose text now contains a stop text, unless a stop token has ended it."""
+    if sequence.finish_reason == "stop" or sequence.request.forced is not None:
+        return
+    kept = stop_cut(sequence.turn_ids, sequence.request.params, decode=decode)
+    if kept is not None:
+        sequence.stop_after(kept)
+
+
+def stop_cut(tokens: Tokens[int], params: SamplingParams, *, decode: Decode) -> int | None:
     """Return how many tokens a completion keeps if its text contains a stop text; None if it contains none.
 
     Called after every token, so the stop text ends in the newest one. Of several stop texts the one that begins first
@@ -46,7 +57,7 @@ def stop_cut(tokens: Sequence[int], params: SamplingParams, *, decode: Decode) -
     return next(count for count in range(len(tokens) + 1) if decode(list(tokens[:count])).startswith(needed))
 
 
-def _may_end(tokens: Sequence[int], stops: Sequence[str], *, decode: Decode) -> bool:
+def _may_end(tokens: Tokens[int], stops: Tokens[str], *, decode: Decode) -> bool:
     """Look at the end of the text only: the newest token, and enough before it to hold the longest stop text."""
     longest = max(map(len, stops))
     count = longest + MARGIN
