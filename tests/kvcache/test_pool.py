@@ -83,11 +83,26 @@ def test_copy_and_clear_touch_one_frame(pool):
     pool.copy(0, 2)
     assert_same(parts_of(pool, 2), source)
     pool.clear(2)
+    pool.flush()
     for pages in (pool.layers[0].keys, pool.layers[2].values):
         assert (pages.scales()[:, 2] == 0).all()
     assert (pool.layers[1].keys[:, 2] == 0).all()
     assert_same(parts_of(pool, 0), source)
     assert_same(parts_of(pool, 3), others)
+
+
+@pytest.mark.parametrize("act", ["load", "copy"])
+def test_a_frame_that_was_to_be_cleared_keeps_what_it_is_given_next(pool, act):
+    # Mutation: pages that were loaded or copied are cleared afterwards.
+    source, frame = parts_of(pool, 0), 2
+    saved = pool.save(0)
+    for other in (frame, 1):
+        pool.clear(other)
+    pool.copy(0, frame) if act == "copy" else pool.load(frame, saved)
+    pool.flush()
+    assert_same(parts_of(pool, frame), source)
+    for pages in (pool.layers[0].keys, pool.layers[2].values):
+        assert (pages.scales()[:, 1] == 0).all()
 
 
 def test_head_dims_without_whole_blocks_are_refused():
@@ -190,6 +205,7 @@ def test_frames_in_fragment_order_hold_the_same_bytes(monkeypatch):
         pool.copy(1, 2)
         pool.load(1, pool.save(0))
         pool.clear(0)
+        pool.flush()
     assert moved.num_bytes == plain.num_bytes
     for layer in (0, 2):
         for kind in ("keys", "values"):

@@ -88,6 +88,7 @@ class KVPool:
         )
         dtype = torch.bfloat16 if is_bf16 else arithmetic.torch_dtype
         self._plain = self._new_store(len(paged) - num_fp4, shape.head_dim, dtype)
+        self._to_clear: list[int] = []
         self.layers = self._layer_pages(precision, paged)
         """Pages of every decoder layer; empty ones where it has a state."""
 
@@ -102,22 +103,36 @@ class KVPool:
         return self.page_bytes * (self.shape.num_pages + 1)
 
     def clear(self, frame: int) -> None:
-        """Make a frame read back as zeros (scale byte 0), so that nothing of its last page, NaN least of
-        all, remains."""
+        """Make a frame read back as zeros (scale byte 0), so that nothing of its last page, NaN least of all, remains;
+        at the next `flush`, with all others."""
+        self._to_clear.append(frame)
+
+    def flush(self) -> None:
+        """Do what `clear` was asked for; before `layers` are read or written."""
+        if not self._to_clear:
+            return
+        is_cuda = self.device.type == "cuda"
+        index = torch.tensor(self._to_clear, device="cpu", pin_memory=is_cuda)
+        index = index.to(self.device, non_blocking=True)
+        self._to_clear.clear()
         for store in (self._block_scales, self._plain):
-            store[:, :, :, frame] = 0
+            if store.numel():
+                store.index_fill_(3, index, 0)
 
     def copy(self, source: int, target: int) -> None:
         """Copy one frame's bytes to another frame, all layers."""
+        self.flush()
         for store in self._stores():
             store[:, :, :, target] = store[:, :, :, source]
 
     def save(self, frame: int) -> list[Tensor]:
         """Return the frame's bytes in host memory, all layers."""
+        self.flush()
         return [store[:, :, :, frame].to("cpu", copy=True) for store in self._stores()]
 
     def load(self, frame: int, saved: list[Tensor]) -> None:
         """Put back what `save` returned, bit for bit."""
+        self.flush()
         for store, part in zip(self._stores(), saved, strict=True):
             store[:, :, :, frame] = part.to(store.device)
 

@@ -39,6 +39,7 @@ class Restorer:
             frames: of the sequence's page table, in order.
         """
         pool, size = self._pool, self._pool.shape.page_size
+        pool.flush()
         slots = torch.tensor([frames[p // size] * size + p % size for p in positions], device="cpu")
         slots = slots.to(pool.device)
         rows = torch.tensor(list(positions), device="cpu")
@@ -57,6 +58,7 @@ class Restorer:
             start: first position of the page; all of its positions are below record.length.
             frame: where the page is.
         """
+        self._pool.flush()
         rows = torch.arange(start, start + self._pool.shape.page_size, device="cpu")
         for stored, part in self._parts(record):
             packed, block_scales = _bytes(part, rows, stored)

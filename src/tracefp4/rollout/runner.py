@@ -86,6 +86,7 @@ class Runner:
         """Compute all rows and some chunks, shortest first; at least one of either."""
         count, drawn, row_log = len(self._rows), None, None
         num_given = sum(work.num_given_computed for work in chunks)
+        self._pool.flush()
         if count and self._graphs is not None:
             drawn, row_log = self._graphs.run(count)
         parts = [] if drawn is not None or not count else [self._rows.batch()]
