@@ -30,7 +30,9 @@ def ends(engine):
     """Step to the end; the sequences that each step returned."""
     found = []
     while engine.has_work:
-        found.append([(s.order, tuple(s.ids), s.finish_reason) for s in engine.step()])
+        finished = engine.step()
+        found.append([(s.order, tuple(s.ids), s.finish_reason) for s in finished])
+        assert not finished or engine._ahead is None
         assert all(s.num_cached == len(s.ids) - 1 for s in engine._scheduler.rows.sequences)
     return found
 
@@ -107,6 +109,7 @@ def test_what_comes_between_two_steps_drops_the_pass_that_has_begun(recompute):
         for _ in range(3):
             engine.step()
         engine.abort(engine._scheduler.rows.sequences[0].request.request_id)
+        assert engine._ahead is None
         engine.step()
         engine.pause()
         engine.resume()

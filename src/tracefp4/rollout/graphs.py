@@ -100,8 +100,6 @@ class DecodeGraphs:
         """
         size = next(size for size in self._sizes if size >= count)
         repeat, outputs = self._graph(size)
-        if self._recorder is not None:
-            self._recorder.ring.hold()
         self._input[:size].copy_(self._rows.buffer[:size], non_blocking=True)
         repeat()
         # tokens before records: the host waits for the former alone

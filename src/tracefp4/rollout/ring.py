@@ -1,10 +1,10 @@
 """From the device into the log, behind the back of the decode stream: a ring of host buffers and one thread.
 
-The bytes that a pass recorded are copied into a slot of pinned memory by a stream of their own, and from there into the
-log by a thread, while the next passes run. Nobody waits, unless all slots are full: then the host does, counted. Row
-numbers are given out at once and in order, and who reads the log calls `drain` first. A copy that fails makes the rows
-after it meaningless, so from then on `push` and `drain` raise until the rows are given up (`reset`). Without a GPU the
-same happens without streams.
+The bytes that a pass recorded are moved aside on the device, which takes microseconds and lets the next pass write
+where they were. A stream of its own copies them to pinned memory, and a thread from there into the log, while the next
+passes run. Nobody waits, unless all slots are full: then the host does, counted. Row numbers are given out at once and
+in order, and who reads the log calls `drain` first. A copy that fails makes the rows after it meaningless, so from then
+on `push` and `drain` raise until the rows are given up (`reset`). Without a GPU the same happens without streams.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,15 @@ Sink = Callable[[StackedTaps, int], None]
 NUM_SLOTS = 3
 """Passes whose bytes may be on their way to an engine's log."""
 _ALIGNMENT = 64
+
+
+class _Slot(NamedTuple):
+    """Memory of one pass."""
+
+    host: Tensor
+    """uint8, where the device writes without waiting."""
+    aside: Tensor
+    """The same on the device; `host` itself where there is no other device."""
 
 
 class RecordRing:
@@ -42,18 +51,19 @@ class RecordRing:
     def __init__(self, device: torch.device, *, num_slots: int, slot_tokens: int) -> None:
         self.num_waits = 0
         """Times that a pass had to wait for a slot."""
-        self._is_cuda = device.type == "cuda"
-        self._num_slots = num_slots
+        self.num_slots = num_slots
+        """Passes that may be on their way."""
         self._slot_tokens = slot_tokens
-        self._free: SimpleQueue[Tensor] | None = None
-        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        self._copied: torch.cuda.Event | None = None
+        self._free: SimpleQueue[_Slot] | None = None
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tracefp4-record")
         self._pending: deque[Future[None]] = deque()
         self._failure: BaseException | None = None
 
     def push(self, taps: StackedTaps, *, num_tokens: int, num_rows: int, sink: Sink) -> None:
-        """Start to copy what a pass recorded; the thread gives it to `sink`, pass after pass.
+        """Start to copy what a pass recorded; the thread gives it to `sink`, pass after pass. What the current stream
+        does afterwards may write the pass's tensors again.
 
         Args:
             taps: of the pass.
@@ -68,16 +78,9 @@ class RecordRing:
         self._check()
         if self._free is None:
             self._free = self._slots(taps, num_rows)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         for begin in range(0, num_tokens, self._slot_tokens):
             count = min(self._slot_tokens, num_tokens - begin)
             self._copy(_tokens(taps, begin, count, num_rows=num_rows), count, sink, self._free)
-
-    def hold(self) -> None:
-        """Let the current stream wait until nothing pushed is read any more: before its tensors are written again."""
-        if self._stream is not None and self._copied is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
     def drain(self) -> None:
         """Wait until everything pushed has arrived.
@@ -98,30 +101,35 @@ class RecordRing:
         has_failed, self._failure = self._failure is not None, None
         return has_failed
 
-    def _slots(self, taps: StackedTaps, num_rows: int) -> SimpleQueue[Tensor]:
+    def _slots(self, taps: StackedTaps, num_rows: int) -> SimpleQueue[_Slot]:
         """Empty slots for passes like this one."""
         parts = [part.numel() * part.element_size() // num_rows for part in tensors_of(taps)]
         num_bytes = sum(_padded(size * self._slot_tokens) for size in parts)
-        slots: SimpleQueue[Tensor] = SimpleQueue()
-        for _ in range(self._num_slots):
-            slots.put(torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_cuda))
+        slots: SimpleQueue[_Slot] = SimpleQueue()
+        for _ in range(self.num_slots):
+            is_cuda = self._stream is not None
+            host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
+            slots.put(_Slot(host, torch.empty_like(host, device=self._device) if is_cuda else host))
         return slots
 
-    def _copy(self, taps: StackedTaps, count: int, sink: Sink, slots: SimpleQueue[Tensor]) -> None:
+    def _copy(self, taps: StackedTaps, count: int, sink: Sink, slots: SimpleQueue[_Slot]) -> None:
         """Fill a slot and have it delivered."""
         try:
             slot = slots.get_nowait()
         except Empty:
             self.num_waits += 1
             slot = slots.get()
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            kept = _into(taps, slot)
-            if self._stream is not None:
-                self._copied = self._stream.record_event()
-        copied = self._copied
+        _into(taps, slot.aside)
+        kept, used = _views(taps, slot.host)
+        copied: torch.cuda.Event | None = None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                slot.host[:used].copy_(slot.aside[:used], non_blocking=True)
+                copied = self._stream.record_event()
 
-        def deliver(read: StackedTaps = taps) -> None:
-            """In the thread. `read` is the pass's own memory, which nobody else may be given before it was copied."""
+        def deliver() -> None:
+            """In the thread."""
             try:
                 if copied is not None:
                     copied.synchronize()
@@ -187,16 +195,21 @@ def _tokens(taps: StackedTaps, begin: int, count: int, *, num_rows: int) -> Stac
     return _mapped(taps, cut)
 
 
-def _into(taps: StackedTaps, slot: Tensor) -> StackedTaps:
-    """Copy taps into a slot, tensor after tensor; returns them there."""
+def _views(taps: StackedTaps, memory: Tensor) -> tuple[StackedTaps, int]:
+    """Places for taps in some memory, tensor after tensor, and the bytes up to their end."""
     offset = 0
 
-    def placed(part: Tensor) -> Tensor:
+    def place(part: Tensor) -> Tensor:
         nonlocal offset
-        num_bytes = part.numel() * part.element_size()
-        target = slot[offset : offset + num_bytes].view(part.dtype).view(part.shape)
-        offset += _padded(num_bytes)
-        target.copy_(part, non_blocking=True)
-        return target
+        begin, end = offset, offset + part.numel() * part.element_size()
+        offset = _padded(end)
+        return memory[begin:end].view(part.dtype).view(part.shape)
 
-    return _mapped(taps, placed)
+    return _mapped(taps, place), offset
+
+
+def _into(taps: StackedTaps, memory: Tensor) -> None:
+    """Copy taps to their places."""
+    places, _ = _views(taps, memory)
+    for place, part in zip(tensors_of(places), tensors_of(taps), strict=True):
+        place.copy_(part)

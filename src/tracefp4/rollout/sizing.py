@@ -119,9 +119,11 @@ def _measured(
     ]
     # every captured size keeps what it records; their passes share the rest
     outputs = taken[0].kept * sum(buckets(options.max_batch)) // options.max_batch
+    # and what is on its way to the log lies aside
+    aside = 0 if recorder is None else taken[0].kept * recorder.ring.num_slots
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return Room(total=total, used=total - free, workspace=sum(one.peak for one in taken) + outputs)
+    return Room(total=total, used=total - free, workspace=sum(one.peak for one in taken) + outputs + aside)
 
 
 class _Taken(NamedTuple):
