@@ -2,12 +2,15 @@
 
     python benchmarks/engine_host_time.py --sequences 64 256 512
 
-Prints, for every number of running sequences, the median and the largest CPU time of a step in milliseconds. Pages
-are 16 positions, so every step gives new pages to a sixteenth of the sequences. Nothing is recorded, and the passes
-stand in for captured ones: their tokens are there at once.
+Prints, for every number of running sequences, the median and the largest CPU time in milliseconds of a step, and of the
+gap in it: from the tokens of one pass to the start of the next, when a device has nothing to do. First with the next
+pass started after everything is booked, then ahead of it. Pages are 16 positions, so every step gives new pages to a
+sixteenth of the sequences. Nothing is recorded, and the passes stand in for captured ones: their tokens are there at
+once. Collections of Python's garbage are part of the time; how many were full is printed.
 """
 
 import argparse
+import gc
 import time
 from types import SimpleNamespace
 
@@ -26,12 +29,19 @@ STEPS = 60
 class Canned:
     """Captured passes that draw token 3."""
 
+    def __init__(self) -> None:
+        self.gaps: list[float] = []
+        """Milliseconds of CPU time from tokens to the next pass."""
+        self._ended = 0.0
+
     def run(self, count: int) -> tuple[Sampled, None]:
         """Draw for every row."""
+        self.gaps.append(1e3 * (time.thread_time() - self._ended))
         return Sampled(torch.full((count,), 3), torch.zeros(count, dtype=torch.float64)), None
 
     def wait(self) -> None:
         """Return at once."""
+        self._ended = time.thread_time()
 
 
 def new_engine(num_sequences: int) -> LocalEngine:
@@ -59,17 +69,22 @@ def new_engine(num_sequences: int) -> LocalEngine:
     return engine
 
 
-def measured(num_sequences: int) -> SimpleNamespace:
-    """Return the median and the largest CPU time of a step, in milliseconds."""
+def measured(num_sequences: int, *, is_ahead: bool) -> SimpleNamespace:
+    """Return steps and gaps, sorted, in milliseconds of CPU time."""
     engine, times = new_engine(num_sequences), []
+    if not is_ahead:
+        engine._scheduler.place = lambda: False
     while len(engine._scheduler.rows) < num_sequences:
         engine.step()
+    engine.step()
+    engine._runner._graphs.gaps.clear()
+    num_full = gc.get_stats()[2]["collections"]
     for _ in range(STEPS):
         began = time.thread_time()
         engine.step()
         times.append(1e3 * (time.thread_time() - began))
-    times.sort()
-    return SimpleNamespace(median=times[len(times) // 2], largest=times[-1])
+    num_full = gc.get_stats()[2]["collections"] - num_full
+    return SimpleNamespace(steps=sorted(times), gaps=sorted(engine._runner._graphs.gaps), num_full=num_full)
 
 
 def main() -> None:
@@ -78,8 +93,14 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256, 512])
     torch.set_num_threads(1)
     for count in parser.parse_args().sequences:
-        found = measured(count)
-        print(f"{count:5} sequences: median {found.median:.2f} ms, largest {found.largest:.2f} ms")
+        for is_ahead in (False, True):
+            found = measured(count, is_ahead=is_ahead)
+            parts = [
+                f"{name} {times[len(times) // 2]:.2f} ms, at most {times[-1]:.2f}"
+                for name, times in (("step", found.steps), ("gap", found.gaps))
+            ]
+            order = "ahead" if is_ahead else "after"
+            print(f"{count:5} sequences, {order}: {'; '.join(parts)}; {found.num_full} full collections")
 
 
 if __name__ == "__main__":

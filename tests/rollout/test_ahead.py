@@ -62,7 +62,7 @@ def submit(engine, prompts, lengths, **params):
         {"num_pages": 14},
         {"max_tokens_per_step": 8},
         {"prefix_cache": True},
-        {"max_log_rows": 20},
+        {"max_log_rows": 12},
         {"num_pages": 14, "max_swapped_pages": 1},
     ],
     ids=["default", "few", "preemption", "chunks", "prefixes", "sealed", "lost"],

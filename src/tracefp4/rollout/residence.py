@@ -70,6 +70,11 @@ class Residence:
         return self._allocator.num_available
 
     @property
+    def num_free(self) -> int:
+        """Those of them that no page is in."""
+        return self._allocator.num_pages - self._allocator.num_used
+
+    @property
     def num_frames(self) -> int:
         """Frames of the pool."""
         return self._allocator.num_pages

@@ -113,13 +113,14 @@ class DecodeRows:
         self.sequences, self._joined, self._stop_ids = [], [], frozenset()
         self._row_of.clear()
 
-    def at_new_page(self) -> list[Sequence]:
-        """Sequences whose next position may lie on a page that they do not own yet: the first of a page, and those that
-        have joined since the last `place`, whose last page may be shared."""
-        positions = self._numbers[: len(self.sequences), POSITION]
-        starts = np.flatnonzero(positions % self._page_size == 0).tolist()
-        found = dict.fromkeys(self.sequences[row] for row in starts)
-        return list(found | dict.fromkeys(self._joined))
+    def at_new_page(self, *, ahead: int = 0) -> list[Sequence]:
+        """Sequences whose next position, or the one `ahead` of it, may lie on a page that they do not own yet: those
+        that have none there, and those that have joined since the last `place`, whose last page may be shared."""
+        rows = np.arange(len(self.sequences))
+        indices = (self._numbers[: len(rows), POSITION] + ahead) // self._page_size
+        frames = self._pages[rows, np.minimum(indices, self._pages.shape[1] - 1)]
+        found = [self.sequences[row] for row in np.flatnonzero(frames == self._null_frame).tolist()]
+        return list(dict.fromkeys(found) | dict.fromkeys(self._joined))
 
     def turn_page(self, sequence: Sequence) -> None:
         """Note the page of a sequence's next position, after it was made writable."""

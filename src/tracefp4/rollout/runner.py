@@ -102,6 +102,7 @@ class Runner:
 
     def draw(self, computed: Computed, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of all rows, then of `draws`; waits for them."""
+        self._pool.flush()  # what the next pass needs clear; nothing waits for it
         of_rows = self._rows.draws() if computed.drawn is None else columns([])
         first = of_rows.keys.shape[0]
         token_ids: list[int] = []

@@ -85,17 +85,17 @@ class Scheduler:
     def advance(
         self, chunks: Iterable[Work], *, version: int, row_log: int | None, chunk_log: int | None
     ) -> list[Draw]:
-        """Note what a pass computed, before its tokens are known.
+        """Note what a pass of all rows and `chunks` computed, before its tokens are known; rows that come to a new page
+        have it at once if frames are free.
 
-        Args:
-            chunks: of the pass, beside all rows.
-            version: of the weights.
-            row_log: first log row of the decoding rows; None when nothing is recorded.
-            chunk_log: first log row of the chunks.
+        Args: version of the weights; first log rows of the rows and of the chunks, None when nothing is recorded.
 
         Returns: the tokens to draw beside one for every row. A prompt's end brings its other samples into being.
         """
         self._residence.advance_each(self.rows.sequences, version=version, first_log_row=row_log)
+        turning = self.rows.at_new_page(ahead=1)
+        if len(turning) <= self._residence.num_free:
+            self._turn_pages(turning)
         draws: list[Draw] = []
         logit_row = 0
         for work in chunks:
