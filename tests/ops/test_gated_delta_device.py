@@ -10,6 +10,7 @@ from tracefp4.ops import nvrtc
 from tracefp4.ops.gated_delta import Projected
 from tracefp4.ops.gated_delta import device as delta_device
 from tracefp4.ops.gated_delta.device import (
+    STEP_THREADS,
     Case,
     advance_on_device,
     case_of,
@@ -21,6 +22,7 @@ from tracefp4.ops.gated_delta.device import (
 )
 from tracefp4.ops.gated_delta.operands import Storage
 from tracefp4.ops.gated_delta.reference import advance_reference, prepare_reference
+from tracefp4.ops.kernels import DTYPE
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
 NATIVE = Storage(torch.bfloat16, False)
@@ -146,9 +148,9 @@ def test_what_the_kernels_take():
 
 
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
-@pytest.mark.parametrize("state", [0, 1])
-def test_the_files_compile_for(architecture, state):
-    sizes = {"KEY_DIM": 128, "VALUE_DIM": 128}
-    for file, define in ((delta_device.LIBRARY, {"STATE": state}), (delta_device.PREPARING, {"TAPS": 4})):
+@pytest.mark.parametrize("dtype", STATES, ids=str)
+def test_the_files_compile_for(architecture, dtype):
+    sizes, step = {"KEY_DIM": 128, "VALUE_DIM": 128}, {"STATE": DTYPE[dtype], "THREADS": STEP_THREADS[dtype]}
+    for file, define in ((delta_device.LIBRARY, step), (delta_device.PREPARING, {"TAPS": 4})):
         built = nvrtc.build(file.program.source, defines=sizes | define, architecture=architecture)
         assert built.code[:4] == b"\x7fELF"

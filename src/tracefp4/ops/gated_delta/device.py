@@ -19,7 +19,9 @@ HEAD_DIMS = (64, 128)
 SCOPE = (
     f"bf16 projections, states in bf16 or float32, heads of {HEAD_DIMS[0]} or {HEAD_DIMS[1]} keys and values"
 )
-_PREPARING_THREADS, _STEP_THREADS = 128, 256
+STEP_THREADS = {torch.bfloat16: 128, torch.float32: 256}
+"""Threads of a block of step.cu by the storage of the state; none keeps more than 256 bytes of a state under way."""
+_PREPARING_THREADS = 128
 
 
 class Case(NamedTuple):
@@ -68,11 +70,13 @@ def prepare_on_device(
     q, k = (torch.empty((num_seqs, key_heads, key_dim), dtype=torch.float32, device=device) for _ in range(2))
     v = torch.empty((num_seqs, num_heads, value_dim), dtype=torch.bfloat16, device=device)
     decay, beta = (torch.empty((num_seqs, num_heads), dtype=torch.float32, device=device) for _ in range(2))
-    num_threads = num_seqs * (2 * key_heads + num_heads) * 32
+    num_threads = (2 * key_heads + num_heads) * 32
     defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "TAPS": num_taps}
-    launch = Launch("prepare_heads", (-(-num_threads // _PREPARING_THREADS),), _PREPARING_THREADS, defines)
+    launch = Launch(
+        "prepare_heads", (-(-num_threads // _PREPARING_THREADS), num_seqs), _PREPARING_THREADS, defines
+    )
     operands = (mixed, a, b, aligned(weights.taps), weights.a_log, weights.dt_bias, slots.contiguous())
-    sizes = (mixed.stride(0) // 2, a.stride(0), b.stride(0), num_seqs, key_heads, num_heads, num_slots)
+    sizes = (mixed.stride(0) // 2, a.stride(0), b.stride(0), key_heads, num_heads, num_slots)
     outputs = (state.conv, q, k, v, decay, beta)
     PREPARING.launch(launch, *operands, *sizes, key_dim**-0.5, *outputs, device=device)
     return Prepared(q, k, v, decay, beta)
@@ -85,10 +89,14 @@ def advance_on_device(
     z, device = _rows(z), z.device
     num_slots, num_heads, value_dim, key_dim = recurrent.shape
     out = torch.empty((z.shape[0], num_heads * value_dim), dtype=torch.bfloat16, device=device)
+    key_heads, num_threads = prepared.k.shape[1], STEP_THREADS[recurrent.dtype]
     defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "STATE": DTYPE[recurrent.dtype]}
-    launch = Launch("step_heads", (num_heads, z.shape[0]), _STEP_THREADS, defines)
+    defines["THREADS"] = num_threads
+    grid = (num_heads // key_heads, key_heads, z.shape[0])
+    num_bytes = value_dim * key_dim * recurrent.element_size()
+    launch = Launch("step_heads", grid, num_threads, defines, num_bytes)
     operands = (*prepared, z, aligned(weights.norm), slots.contiguous())
-    sizes = (z.stride(0) // 2, num_heads, num_heads // prepared.k.shape[1], num_slots, float(weights.epsilon))
+    sizes = (z.stride(0) // 2, num_slots, float(weights.epsilon))
     LIBRARY.launch(launch, *operands, *sizes, recurrent, out, device=device)
     return out
 

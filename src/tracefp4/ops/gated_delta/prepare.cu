@@ -15,19 +15,23 @@ template <int WORDS> struct channels {
     uint32_t word[WORDS];
 };
 
-/* R(silu(R(conv))) of the head whose words begin at `first` of `width` in a row. */
+/* R(silu(R(conv))) of the head whose words begin at `first` of `width` in a row. All that is read is under way before
+ * anything is written. */
 template <int WORDS>
 DEVICE struct channels<WORDS> convolve(const uint32_t *now, const uint32_t *taps, uint32_t *conv, int first, int width) {
     struct channels<WORDS> found;
-    for (int w = 0; w < WORDS; w++) {
-        int at = first + (int)threadIdx.x % WARP + WARP * w;
-        float low = 0.0f, high = 0.0f;
+    uint32_t x[WORDS][TAPS], tap[WORDS][TAPS];
+    conv += first + (int)threadIdx.x % WARP, taps += first + (int)threadIdx.x % WARP;
+    for (int w = 0; w < WORDS; w++)
         for (int t = 0; t < TAPS; t++) {
-            uint32_t x = t < TAPS - 1 ? conv[t * width + at] : now[at], tap = taps[t * width + at];
-            float of_low = low_bf16(x) * low_bf16(tap), of_high = high_bf16(x) * high_bf16(tap);
-            low = t ? low + of_low : of_low;
-            high = t ? high + of_high : of_high;
-            if (t) conv[(t - 1) * width + at] = x;
+            x[w][t] = t < TAPS - 1 ? conv[t * width + WARP * w] : now[first + (int)threadIdx.x % WARP + WARP * w];
+            tap[w][t] = taps[t * width + WARP * w];
+        }
+    for (int w = 0; w < WORDS; w++) {
+        float low = low_bf16(x[w][0]) * low_bf16(tap[w][0]), high = high_bf16(x[w][0]) * high_bf16(tap[w][0]);
+        for (int t = 1; t < TAPS; t++) {
+            low += low_bf16(x[w][t]) * low_bf16(tap[w][t]), high += high_bf16(x[w][t]) * high_bf16(tap[w][t]);
+            conv[(t - 1) * width + WARP * w] = x[w][t];
         }
         uint32_t sum = bf16x2_of(low, high);
         found.word[w] = bf16x2_of(silu(low_bf16(sum)), silu(high_bf16(sum)));
@@ -47,16 +51,16 @@ DEVICE void store_of_length(const struct channels<KEY_DIM / 64> &x, float scale,
     }
 }
 
-/* Rows of `mixed` lie mixed_stride words apart, those of a and b gate_stride elements. */
+/* A block takes some heads of sequence y. Rows of `mixed` lie mixed_stride words apart, those of a and b gate_stride
+ * elements. */
 KERNEL __launch_bounds__(128) prepare_heads(const uint32_t *mixed, const uint16_t *a, const uint16_t *b,
                                             const uint32_t *taps, const float *a_log, const float *dt_bias,
                                             const int64_t *slots, int mixed_stride, int a_stride, int b_stride,
-                                            int num_seqs, int num_key_heads, int num_heads, int num_slots, float scale,
+                                            int num_key_heads, int num_heads, int num_slots, float scale,
                                             uint32_t *conv, float *q, float *k, uint32_t *v, float *decay, float *beta) {
-    int heads = 2 * num_key_heads + num_heads, lane = (int)threadIdx.x % WARP;
-    int64_t item = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / WARP;
-    int seq = (int)(item / heads), head = (int)(item % heads), value = head - 2 * num_key_heads;
-    if (seq >= num_seqs) return; /* the whole warp */
+    int lane = (int)threadIdx.x % WARP, seq = (int)blockIdx.y;
+    int head = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP), value = head - 2 * num_key_heads;
+    if (value >= num_heads) return; /* the whole warp */
     int64_t slot = state_slot(slots, seq, num_slots);
     int width = (2 * num_key_heads * KEY_DIM + num_heads * VALUE_DIM) / 2;
     const uint32_t *now = mixed + (int64_t)seq * mixed_stride;
@@ -69,13 +73,13 @@ KERNEL __launch_bounds__(128) prepare_heads(const uint32_t *mixed, const uint16_
         return;
     }
     int64_t out = (int64_t)seq * num_heads + value;
+    float of_a = float_of((uint32_t)a[(int64_t)seq * a_stride + value] << 16) + dt_bias[value], of_rate = a_log[value];
+    float of_b = float_of((uint32_t)b[(int64_t)seq * b_stride + value] << 16);
     struct channels<VALUE_DIM / 64> found = {};
     if (slot >= 0)
         found = convolve<VALUE_DIM / 64>(now, taps, conv, num_key_heads * KEY_DIM + value * (VALUE_DIM / 2), width);
     for (int w = 0; w < VALUE_DIM / 64; w++) v[out * (VALUE_DIM / 2) + lane + WARP * w] = found.word[w];
     if (lane) return;
-    float step = softplus(float_of((uint32_t)a[(int64_t)seq * a_stride + value] << 16) + dt_bias[value]);
-    uint32_t open = bf16x2_of(sigmoid(float_of((uint32_t)b[(int64_t)seq * b_stride + value] << 16)), 0.0f);
-    decay[out] = slot < 0 ? 0.0f : expf(-expf(a_log[value]) * step);
-    beta[out] = slot < 0 ? 0.0f : low_bf16(open);
+    decay[out] = slot < 0 ? 0.0f : expf(-expf(of_rate) * softplus(of_a));
+    beta[out] = slot < 0 ? 0.0f : low_bf16(bf16x2_of(sigmoid(of_b), 0.0f));
 }

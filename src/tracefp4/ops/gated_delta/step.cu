@@ -1,20 +1,26 @@
 /* A decode step of the gated delta rule, and norm and gate of its output. A thread block takes a value head of a sequence
- * and streams its state through registers once, 16 bytes a load: TEAM threads share a row of S, which is all that a row
- * needs, so nothing is waited for before the norm. Sums over keys follow `sum_over_keys` of reference.py.
+ * and streams its state once, 16 bytes a load: TEAM threads share a row of S, which is all that a row needs, so nothing
+ * is waited for before the norm. All of a state is under way to shared memory before the first row is computed; a thread
+ * takes what it copied itself, and neither registers nor a barrier limit how many bytes are under way. Sums over keys
+ * follow `sum_over_keys` of reference.py.
  *
- * Defines: KEY_DIM and VALUE_DIM, multiples of 64; STATE, `enum dtype` of the state: FLOAT32 or BFLOAT16. */
+ * Defines: KEY_DIM and VALUE_DIM, multiples of 64; STATE, `enum dtype` of the state: FLOAT32 or BFLOAT16; THREADS of a
+ * block, at least VALUE_DIM. Dynamic shared memory: a state. */
 
 #include "norms.cuh"
 #include "slots.cuh"
 
 enum {
-    THREADS = 256,
     TEAM = 8,
     UNIT = STATE == FLOAT32 ? 4 : 8,        /* elements in 16 bytes */
     UNITS = KEY_DIM / (TEAM * UNIT),       /* of a lane in a row */
     ROWS = THREADS / TEAM,                 /* at once */
-    PASSES = VALUE_DIM / ROWS
+    PASSES = VALUE_DIM / ROWS,
+    LINE = KEY_DIM / UNIT,                 /* units in a row */
+    PAIRS = VALUE_DIM / 2,                 /* words of an output in bf16 */
+    RESIDENT = 768 / THREADS               /* blocks that share a multiprocessor: 80 registers a thread */
 };
+static_assert(PASSES <= TEAM, "each lane brings the value of one row");
 
 /* What a lane holds of a row over keys. */
 struct part {
@@ -62,51 +68,60 @@ DEVICE float sum_over_row(const struct part &x, const struct part &y) {
 
 DEVICE float silu(float x) { return x / (1.0f + expf(-x)); }
 
-/* Norm and gate of the output of a head; every warp finds the same factor. */
-DEVICE void store_gated(const float *of_row, const uint32_t *z, const uint32_t *norm, float epsilon, uint32_t *out) {
+/* The word of thread w of a head's output: norm, and the gate z. Whole warps call it. */
+DEVICE uint32_t gated(const float *of_row, int w, uint32_t z, uint32_t norm, float epsilon) {
     double squares = 0.0;
-    for (int w = (int)threadIdx.x % WARP; w < VALUE_DIM / 2; w += WARP)
-        squares += squares_of(bf16x2_of(of_row[2 * w], of_row[2 * w + 1]));
+    for (int i = 0; i < PAIRS / WARP; i++) {
+        const float *of_pair = of_row + 2 * (w % WARP + i * WARP);
+        squares += squares_of(bf16x2_of(of_pair[0], of_pair[1]));
+    }
     float factor = norm_factor(sum_of_team(squares, WARP), VALUE_DIM, epsilon);
-    int w = (int)threadIdx.x;
-    if (w >= VALUE_DIM / 2) return;
-    uint32_t x = normed(bf16x2_of(of_row[2 * w], of_row[2 * w + 1]), factor, norm[w]);
-    out[w] = bf16x2_of(low_bf16(x) * silu(low_bf16(z[w])), high_bf16(x) * silu(high_bf16(z[w])));
+    uint32_t x = normed(bf16x2_of(of_row[2 * w], of_row[2 * w + 1]), factor, norm);
+    return bf16x2_of(low_bf16(x) * silu(low_bf16(z)), high_bf16(x) * silu(high_bf16(z)));
 }
 
-/* Rows of `z` lie z_stride words apart; `group` value heads share a key head. */
-KERNEL __launch_bounds__(THREADS, 2) step_heads(const float *q, const float *k, const uint16_t *v, const float *decay,
-                                                const float *beta, const uint32_t *z, const uint32_t *norm,
-                                                const int64_t *slots, int z_stride, int num_heads, int group,
-                                                int num_slots, float epsilon, uint4 *states, uint32_t *out) {
+/* A block takes value head x of those that share key head y, of sequence z. Rows of `z` lie z_stride words apart. */
+KERNEL __launch_bounds__(THREADS, RESIDENT) step_heads(const float *q, const float *k, const uint16_t *v,
+                                                       const float *decay, const float *beta, const uint32_t *z,
+                                                       const uint32_t *norm, const int64_t *slots, int z_stride,
+                                                       int num_slots, float epsilon, uint4 *states, uint32_t *out) {
+    DYNAMIC_SHARED(uint4, staged);
     SHARED float of_row[VALUE_DIM];
-    int head = (int)blockIdx.x, seq = (int)blockIdx.y, lane = (int)threadIdx.x % TEAM, row = (int)threadIdx.x / TEAM;
-    int64_t slot = state_slot(slots, seq, num_slots), item = (int64_t)seq * num_heads + head;
-    out += item * (VALUE_DIM / 2);
+    int seq = (int)blockIdx.z, num_heads = (int)(gridDim.x * gridDim.y), thread = (int)threadIdx.x;
+    int head = (int)(blockIdx.y * gridDim.x + blockIdx.x), lane = thread % TEAM, row = thread / TEAM;
+    int64_t item = (int64_t)seq * num_heads + head, shared_by = (int64_t)seq * gridDim.y + blockIdx.y;
+    int64_t slot = state_slot(slots, seq, num_slots);
+    out += item * PAIRS + thread;
     if (slot < 0) {
-        if (threadIdx.x < VALUE_DIM / 2) out[threadIdx.x] = 0;
+        if (thread < PAIRS) *out = 0;
         return;
     }
-    uint4 *state = states + (slot * num_heads + head) * VALUE_DIM * (KEY_DIM / UNIT);
-    uint4 stored[PASSES][UNITS];
-    for (int p = 0; p < PASSES; p++)
-        for (int u = 0; u < UNITS; u++)
-            stored[p][u] = load_once(state + (row + p * ROWS) * (KEY_DIM / UNIT) + u * TEAM + lane);
-    int64_t shared_by = (int64_t)seq * (num_heads / group) + head / group;
     struct part key = load_part(k + shared_by * KEY_DIM, lane), query = load_part(q + shared_by * KEY_DIM, lane);
-    float of_decay = decay[item], of_beta = beta[item];
+    uint4 *state = states + ((slot * num_heads + head) * VALUE_DIM + row) * LINE + lane;
+    staged += thread;
     for (int p = 0; p < PASSES; p++) {
+        for (int u = 0; u < UNITS; u++)
+            copy_async(staged + (p * UNITS + u) * THREADS, state + p * ROWS * LINE + u * TEAM, 1);
+        commit_copies();
+    }
+    float of_decay = decay[item], of_beta = beta[item];
+    uint32_t values = v[item * VALUE_DIM + row + lane % PASSES * ROWS]; /* of row p in lane p */
+    uint32_t gate = 0, weight = 0;
+    if (thread < PAIRS) gate = z[(int64_t)seq * z_stride + head * PAIRS + thread], weight = norm[thread];
+    for (int p = 0; p < PASSES; p++) {
+        /* waiting inside of the loop keeps the loads above before it */
+        if (p == 0) await_copies<PASSES / 2>();
+        if (p == PASSES / 2) await_copies<0>();
         struct part s;
-        for (int u = 0; u < UNITS; u++) widen(stored[p][u], s.x + u * UNIT);
+        for (int u = 0; u < UNITS; u++) widen(staged[(p * UNITS + u) * THREADS], s.x + u * UNIT);
         for (int e = 0; e < UNITS * UNIT; e++) s.x[e] *= of_decay;
-        float value = float_of((uint32_t)v[item * VALUE_DIM + row + p * ROWS] << 16);
+        float value = float_of(__shfl_sync(FULL_MASK, values, thread % WARP - lane + p) << 16);
         float delta = (value - sum_over_row(s, key)) * of_beta;
         for (int e = 0; e < UNITS * UNIT; e++) s.x[e] += key.x[e] * delta;
         float o = sum_over_row(s, query);
         if (lane == 0) of_row[row + p * ROWS] = o;
-        for (int u = 0; u < UNITS; u++)
-            __stcs(state + (row + p * ROWS) * (KEY_DIM / UNIT) + u * TEAM + lane, narrow(s.x + u * UNIT));
+        for (int u = 0; u < UNITS; u++) __stcs(state + p * ROWS * LINE + u * TEAM, narrow(s.x + u * UNIT));
     }
     __syncthreads();
-    store_gated(of_row, z + (int64_t)seq * z_stride + head * (VALUE_DIM / 2), norm, epsilon, out);
+    if (thread < PAIRS) *out = gated(of_row, thread, gate, weight, epsilon);
 }
