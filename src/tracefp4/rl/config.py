@@ -273,8 +273,9 @@ class RunSettings:
     wandb: bool = False
     """Also send metrics to Weights & Biases (needs the `wandb` extra and its own log-in)."""
     time_limit_s: float = 0.0
-    """Wall-clock seconds, from the first evaluation or step on, after which no further step begins; the run then ends
-    as after its last step, with a checkpoint and the last evaluation, and --resume goes on. 0: no limit."""
+    """Wall-clock seconds of the process, opening included: no further step begins once another one, the checkpoint and
+    the last evaluation would not fit, judged by how long each took last. At least one step is taken; the run then ends
+    as after its last step, and --resume goes on. 0: no limit."""
     eval_every: int = 0
     """Steps between evaluations on held-out items; 0 evaluates before and after only."""
     eval_temperature: float = 0.0

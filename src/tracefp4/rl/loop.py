@@ -5,9 +5,7 @@ the state of a run is the optimizer, the prompt cursor, the weight version, the 
 the groups under way; with those restored, a resumed run ends in the same bytes as an uninterrupted one (on a CPU).
 """
 
-import math
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,6 +19,7 @@ from tracefp4.rl.episodes import build_episodes
 from tracefp4.rl.evaluation import Evaluation, evaluate, evaluate_task
 from tracefp4.rl.metrics import MetricWriter, OnStep
 from tracefp4.rl.opening import open_run
+from tracefp4.rl.pace import Pace
 from tracefp4.rl.prompts import build_scorer
 from tracefp4.rl.rollouts import RolloutMaker
 from tracefp4.rl.run import Run, evaluated_on
@@ -47,7 +46,7 @@ def train(
         config: the resolved recipe.
         resume: continue the run in `run.dir` from its last whole checkpoint (from the start if it has none).
         on_step: called with each step's metrics.
-        on_event: called with one line of text for what takes seconds before the first step.
+        on_event: called with one line of text for what takes seconds beside the steps.
 
     Returns:
         The final manifest: weights hash, accuracies before and after, counters.
@@ -58,6 +57,7 @@ def train(
         KeyboardInterrupt: after Ctrl-C, once the finished step's checkpoint is written; a second Ctrl-C does
             not wait.
     """
+    pace = Pace(limit_s=config.run.time_limit_s)
     directory = RunDirectory(config.run.dir, resume=resume)
     with directory.removed_if_refused():
         run = open_run(config, directory, resume=resume, on_event=on_event)
@@ -65,9 +65,8 @@ def train(
     maker = _maker(run)
     try:
         with _interrupts() as interrupted:
-            _steps(run, maker, writer, interrupted)
-            if config.run.eval_items:
-                _evaluate_once(run)
+            for _ in _steps(run, maker, writer, interrupted, pace):
+                _evaluate_once(run, pace, on_event)
             dropped = {} if run.records is None else run.records.dropped()
             run.note({"final": run.result()} | ({"records_dropped": dropped} if dropped else {}))
     finally:
@@ -78,29 +77,34 @@ def train(
     return run.manifest()
 
 
-def _steps(run: Run, maker: RolloutMaker, writer: MetricWriter, interrupted: list[int]) -> None:
-    """Take the remaining steps; checkpoint as the recipe says, at the end, and at an interruption."""
+def _steps(
+    run: Run, maker: RolloutMaker, writer: MetricWriter, interrupted: list[int], pace: Pace
+) -> Iterator[None]:
+    """Take the remaining steps; checkpoint as the recipe says, at the end, and at an interruption. Yields where the run
+    is to be evaluated."""
     config = run.config
     updater = Updater(run.trainer, config, reference=run.reference)
     params = sampling_params(config, run.policy.defaults)
     saved_step = run.step
-    limit_s = config.run.time_limit_s or math.inf
-    started = time.monotonic()
     is_over = run.step >= config.train.steps
     while not is_over:
         if _is_evaluation_step(config, run.step):
-            _evaluate_once(run)
+            yield
         if not interrupted:
-            writer.write(_step(run, maker, updater, params))
+            with pace.step():
+                writer.write(_step(run, maker, updater, params))
             run.step += 1
         every = config.run.checkpoint_every
-        is_over = run.step >= config.train.steps or time.monotonic() - started >= limit_s
+        is_over = run.step >= config.train.steps or not pace.has_time
         is_due = is_over or bool(every and run.step % every == 0)
         if (is_due or interrupted) and run.step > saved_step:
-            run.save()
+            with pace.part("checkpoint"):
+                run.save()
             saved_step = run.step
         if interrupted:
             raise KeyboardInterrupt
+    if config.run.eval_items:
+        yield
 
 
 def _step(
@@ -180,13 +184,18 @@ def evaluate_run(run: Run) -> Evaluation:
     )
 
 
-def _evaluate_once(run: Run) -> None:
+def _evaluate_once(run: Run, pace: Pace, on_event: Callable[[str], None]) -> None:
     """Evaluate at this step unless the manifest already holds the result (the run was resumed here)."""
     evaluations = dict(run.manifest().get("evaluations", {}))
     if str(run.step) not in evaluations:
         assert run.held_out is not None, "run.eval_items is 0"
-        evaluations[str(run.step)] = asdict(evaluate_run(run)) | evaluated_on(run.config, run.held_out)
+        with pace.part("evaluation"):
+            found = evaluate_run(run)
+        evaluations[str(run.step)] = asdict(found) | evaluated_on(run.config, run.held_out)
         run.note({"evaluations": evaluations})
+        on_event(
+            f"held-out accuracy after step {run.step}: {found.accuracy:.1%} +- {found.standard_error:.1%}"
+        )
 
 
 def _is_evaluation_step(config: RunConfig, step: int) -> bool:

@@ -91,6 +91,9 @@ def open_run(
         held_out=held_out,
         reference=_reference(config, trainer, placement),
     )
+    why_eager = run.engine.stats.why_eager
+    if why_eager and placement.device.type == "cuda":
+        on_event(f"decode passes are not captured: {why_eager}")
     run.partial = _partial(run, _go_on(run, left))
     if left.manifest is None:
         run.begin(

@@ -7,6 +7,7 @@ to `demo.json`; the report draws it. Two sizes: `tiny` for two CPU cores, and `l
 GPU, whose three arms share a limit of time, so that there is a report whatever the machine does.
 """
 
+import gc
 import json
 import math
 import time
@@ -15,8 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import EMULATED
+from tracefp4.ops.backend import explain
 from tracefp4.patching import PlanRules
 from tracefp4.rl.config import (
     LossConfig,
@@ -45,8 +49,8 @@ ARMS: dict[str, PlanRules] = {
 TASK_OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 # steps between two measurements of how much of an update the quantized forward shows
 TRANSMISSION_EVERY = 6
-# shares of the limit of time: the warm start ends there, the arms get what is then left but for the last measurements
-WARM_SHARE, LAST_SHARE = 0.25, 0.12
+# shares of the limit of time: for the warm start, and for the last measurements; the arms get the rest
+WARM_SHARE, LAST_SHARE = 0.27, 0.12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,16 +188,12 @@ def run_demo(
     settings = settings or DemoSettings()
     placement = placement_of(arm_config(settings, arm="bf16", out=out).model)
     clock = _Clock(limit_s=settings.time_limit_s)
+    plain = [
+        row["op"] for row in explain(placement.device) if row["backend"] == "reference"
+    ]  # compiles the others
+    on_event(f"ops on {placement.device} that run in plain torch: {', '.join(plain)}")
     warm = _warm_start(settings, out / "start", placement, on_event)
-    arms: dict[str, Any] = {}
-    steps = settings.steps
-    for place, arm in enumerate(ARMS):
-        share_s = clock.left_s(LAST_SHARE) / (len(ARMS) - place)
-        config = arm_config(settings, arm=arm, out=out, steps=steps, time_limit_s=share_s)
-        on_event(f"arm {arm}: {steps} GRPO steps, evaluation on {settings.eval_items} held-out items")
-        manifest = train(config, on_step=lambda row, arm=arm: on_event(_step_line(arm, row)))  # type: ignore[misc]
-        arms[arm] = _arm_result(Path(config.run.dir), manifest)
-        steps = len(arms[arm]["reward"])  # an arm that was ended early is compared with arms of its length
+    arms = _run_arms(settings, out, clock, on_event)
     summary = json.loads((out / "guided" / "manifest.json").read_text(encoding="utf-8"))["plan"]
     model = load_policy(out / "start").model
     guided = remembered_plan(model, ARMS["guided"], summary=summary)
@@ -201,6 +201,7 @@ def run_demo(
     scored = {}
     for when, path in (("first", out / "start"), ("last", last)):
         on_event(f"rescoring the same tokens with every trainer: {when} checkpoint")
+        config = arm_config(settings, arm="guided", out=out)
         scored[when] = rescore(path, guided, config, num_prompts=settings.rescore_prompts)
     result = {
         "settings": asdict(settings),
@@ -287,6 +288,28 @@ def _warm_start(
     return {"loss": loss, "seconds": round(time.monotonic() - started, 1)}
 
 
+def _run_arms(settings: DemoSettings, out: Path, clock: _Clock, on_event: OnEvent) -> dict[str, Any]:
+    """Train every arm for as many steps as the slowest, which goes first, has time for."""
+    arms: dict[str, Any] = {}
+    steps = settings.steps
+    for place, arm in enumerate(reversed(ARMS)):
+        share_s = clock.left_s(LAST_SHARE) / (len(ARMS) - place)
+        config = arm_config(settings, arm=arm, out=out, steps=steps, time_limit_s=share_s)
+        limit = f" within {share_s:.0f} s" if share_s else ""
+        on_event(f"arm {arm}: {steps} GRPO steps{limit}, evaluation on {settings.eval_items} held-out items")
+        manifest = train(
+            config,
+            on_step=lambda row, arm=arm: on_event(_step_line(arm, row)),  # type: ignore[misc]
+            on_event=lambda text, arm=arm: on_event(f"{arm:>6} {text}"),  # type: ignore[misc]
+        )
+        arms[arm] = _arm_result(Path(config.run.dir), manifest)
+        steps = len(arms[arm]["reward"])
+        gc.collect()  # engine and trainer refer to themselves; the next arm needs their memory
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return {arm: arms[arm] for arm in ARMS}
+
+
 def _arm_result(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
@@ -316,5 +339,6 @@ def _arm_result(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _step_line(arm: str, row: Mapping[str, Any]) -> str:
     return (
         f"{arm:>6} step {int(row['step']) + 1:3d}   reward {row['reward_mean']:.3f}   "
-        f"mean |d log p| {row.get('mismatch/abs_mean', float('nan')):.5f}"
+        f"mean |d log p| {row.get('mismatch/abs_mean', float('nan')):.5f}   "
+        f"rollout {row['rollout_seconds']:.2f} s, training {row.get('train_seconds', 0.0):.2f} s"
     )
