@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.rollout.engines import make_engine, sampled
 
 from tracefp4.errors import ConfigError
+from tracefp4.ops.sample import Sampled
 from tracefp4.rl.advantages import AdvantageConfig
 from tracefp4.rl.batching import (
     micro_batches,
@@ -21,6 +22,7 @@ from tracefp4.rl.rewards import RewardConfig, Scorer
 from tracefp4.rl.rollouts import RolloutMaker
 from tracefp4.rl.samples import TrainingSample
 from tracefp4.rl.tasks import Task
+from tracefp4.rollout.noise import noise_key
 
 # two float32 log-softmaxes of the same logits in different batch shapes
 FLOAT32_LOGPROB = 1e-6
@@ -94,6 +96,9 @@ def test_aln_3_a_sample_cut_inside_its_prompt_has_no_loss_token():
     assert batch.loss_mask.tolist() == [[False] * 4, [False, False, True, True]]
 
 
+PROMPT = "bc"
+
+
 class Characters:
     """A tokenizer whose ids are characters."""
 
@@ -112,11 +117,16 @@ def reward_nothing(prompt, completion, answer):
 def scripted_samples(monkeypatch, scripts, *, stop_token_ids):
     """What the rollout makes of one group when the engine draws sample i's tokens from scripts[i]."""
 
-    def drawn(logits, draws):
-        chosen = [scripts[d.sequence.sample_index][len(d.sequence.logprobs)] for d in draws]
-        return chosen, [-0.5] * len(draws)
+    params = sampled(len(scripts[0]), n=len(scripts), stop_token_ids=stop_token_ids)
+    places = range(len(scripts))
+    keys = {noise_key(seed=params.seed, prompt_index=0, sample_index=i): i for i in places}
 
-    monkeypatch.setattr("tracefp4.rollout.engine.sample", drawn)
+    def drawn(logits, draws):
+        drawn_for = zip(draws.keys.tolist(), draws.positions.tolist(), strict=True)
+        tokens = [scripts[keys[key]][position - len(PROMPT)] for key, position in drawn_for]
+        return Sampled(torch.tensor(tokens), torch.full((len(tokens),), -0.5, dtype=torch.float64))
+
+    monkeypatch.setattr("tracefp4.rollout.runner.draw", drawn)
     function = f"{__name__}:reward_nothing"
     maker = RolloutMaker(
         engine=make_engine(),
@@ -126,8 +136,7 @@ def scripted_samples(monkeypatch, scripts, *, stop_token_ids):
         truncated="mask",
         codec="mantissa",
     )
-    params = sampled(len(scripts[0]), n=len(scripts), stop_token_ids=stop_token_ids)
-    return maker.make([Task(source="test", index=0, prompt="bc")], params).samples
+    return maker.make([Task(source="test", index=0, prompt=PROMPT)], params).samples
 
 
 def test_aln_7_the_first_end_token_is_trained_and_nothing_after_it(monkeypatch):

@@ -62,7 +62,8 @@ def test_two_steps_on_a_gpu(start, tmp_path, changes):
     assert len(rows) == 2 and manifest["final"]["counters"]["optimizer_steps"] >= 2
     assert all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
     if config.quantization.mode == "fp4":
-        assert all(row["guidance/followed_fraction"] == 1.0 for row in rows)
+        # every position but the last of each sample, which the engine never computed, and those have several
+        assert all(0.8 < row["guidance/followed_fraction"] < 1.0 for row in rows)
 
 
 def test_a_run_on_a_gpu_resumes(start, tmp_path):
