@@ -2,6 +2,7 @@
 
 import json
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from tracefp4.cli.config import load_config
 from tracefp4.cli.main import app
 from tracefp4.diagnostics.report import render
 from tracefp4.errors import ConfigError
+from tracefp4.formats.arithmetic import NATIVE
 from tracefp4.rl.tiny import TinyShape
-from tracefp4.study.demo import ARMS, DemoSettings, arm_config, check_claims, run_demo
+from tracefp4.rollout import LocalEngine
+from tracefp4.study.demo import ARMS, SIZES, DemoSettings, arm_config, check_claims, run_demo
 
 MINIATURE = DemoSettings(
     shape=TinyShape(num_layers=2, hidden_size=32, head_dim=16, num_experts=4, top_k=2, expert_size=16),
@@ -85,6 +88,7 @@ def test_claims_turn_false_when_the_numbers_do() -> None:
         "accuracy_after_se": 0.02,
     }
     result = {"rescore": {"first": first, "last": rows}, "arms": {"bf16": arm, "guided": arm}}
+    result["placement"] = {"arithmetic": "emulated"}
     assert all(check_claims(result).values())
     rows["guided"] = {"mean": 0.003}
     found = check_claims(result)
@@ -93,18 +97,56 @@ def test_claims_turn_false_when_the_numbers_do() -> None:
     assert not check_claims(result)["below_bf16"]
     result["arms"]["guided"] = {**arm, "accuracy_after": 0.25}
     assert not check_claims(result)["guided_learns"]
+    result["placement"] = {"arithmetic": "native"}
+    assert "floor_is_real" not in check_claims(result)
 
 
 def test_the_command_prints_progress_tables_claims_and_where_the_report_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tracefp4.study.demo.DemoSettings", lambda seed: replace(MINIATURE, seed=seed))
+    monkeypatch.setitem(SIZES, "tiny", MINIATURE)
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "out"), "--seed", "3"])
     claims = json.loads((tmp_path / "out" / "demo.json").read_text(encoding="utf-8"))["claims"]
     assert result.exit_code == (0 if all(claims.values()) else 1), result.output
-    for text in ("warm start", "arm guided", "held-out accuracy", "last checkpoint", "report.html"):
+    for text in (
+        "plain torch",
+        "warm start",
+        "arm guided",
+        "held-out accuracy",
+        "last checkpoint",
+        "report.html",
+    ):
         assert text in result.output
     assert result.output.count("DOES NOT HOLD") == list(claims.values()).count(False)
+
+
+def test_a_large_demo_whose_time_is_up_in_every_arm_is_whole_and_holds_one_engine_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Mutations: the arms take other numbers of steps; an arm's engine outlives it; the limit ends the demo.
+    alive: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
+    most = []
+
+    def counted(self: LocalEngine, *given: object) -> None:
+        made(self, *given)
+        alive.add(self)
+        most.append(len(alive))
+
+    made = LocalEngine.__post_init__
+    monkeypatch.setattr(LocalEngine, "__post_init__", counted)
+    monkeypatch.setattr("tracefp4.rl.placement.EMULATED", NATIVE)  # as on a GPU
+    small = {
+        name: getattr(MINIATURE, name) for name in ("shape", "num_prompts", "eval_items", "rescore_prompts")
+    }
+    large = replace(SIZES["large"], device="cpu", samples_per_prompt=2, warm_batch=4, max_batch=16, **small)
+    monkeypatch.setitem(SIZES, "large", large)
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["demo", "--out", str(out), "--size", "large", "--seconds", "2"])
+    assert result.exit_code in (0, 1) and (out / "report.html").exists(), result.output
+    found = json.loads((out / "demo.json").read_text(encoding="utf-8"))
+    assert [len(found["arms"][arm]["reward"]) for arm in ARMS] == [1, 1, 1]
+    assert found["placement"]["arithmetic"] == "native" and "floor_is_real" not in found["claims"]
+    assert max(most) == 2  # an arm's own, and the one of its evaluation
 
 
 @pytest.mark.slow
