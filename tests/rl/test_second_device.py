@@ -18,6 +18,7 @@ from tracefp4.rl.policy import load_policy
 from tracefp4.rl.trainer import PolicyTrainer
 
 TIMES = ("_seconds", "_per_s", "_wait_s")
+LAST_BITS = 2.0**-19
 VARIES = "tests.rl.tiny_runs:share_plain"
 
 
@@ -27,6 +28,19 @@ def _values(config):
 
 def _state(config):
     return load_optimizer(latest(Path(config.run.dir) / "checkpoints"))
+
+
+def _noise(state, name, *, lr):
+    """What sums in another order may change: last bits of float32 in a moment, relative to the largest of its tensor.
+    AdamW divides such noise by the size of an entry's own gradients, at most lr per step, and an entry that never had
+    any does not move."""
+    kind, _, parameter = name.partition(".")
+    if kind != "master":
+        return LAST_BITS * state[name].abs().max()
+    square = state[f"exp_avg_sq.{parameter}"].sqrt()
+    share = LAST_BITS * state[f"exp_avg.{parameter}"].abs().max() / square
+    moved = float(state[f"step.{parameter}"]) * lr * share.nan_to_num(0.0).clamp(max=1.0)
+    return torch.where(square > 0, moved, 0.0) + LAST_BITS / 4 * state[name].abs()
 
 
 def _moved(config, monkeypatch):
@@ -74,10 +88,14 @@ def test_a_run_there_ends_as_one_here(tiny, tmp_path, monkeypatch, changes):
     found = _train_there(there, monkeypatch)
     for row, wanted in zip(_values(there), _values(here), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4, abs=1e-7)
-    state = _state(there)
-    for name, wanted in _state(here).items():
-        # torch takes some gradients apart in another way there, and AdamW divides a last bit by a small moment
-        torch.testing.assert_close(state[name], wanted, rtol=1e-4, atol=1e-4)
+    state, wanted = _state(there), _state(here)
+    assert state.keys() == wanted.keys()
+    for name, values in wanted.items():
+        beyond = (state[name] - values).abs() > _noise(wanted, name, lr=here.train.lr)
+        # the final moments do not tell whose gradient was about zero at an earlier step
+        rare = values.numel() // 1000 if name.startswith("master.") else 0
+        assert beyond.sum() <= rare, name
+        torch.testing.assert_close(state[name], values, rtol=1e-4, atol=1e-2 * here.train.lr)
     assert all(row["trained_samples"] for row in metrics_of(there))
     assert found["placement"] == {"device": DEVICE.type, "arithmetic": "emulated"}
 
