@@ -63,6 +63,9 @@ class DecodeRows:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._row_of
+
     @property
     def max_length(self) -> int:
         """Positions that a row has pages for."""

@@ -75,6 +75,9 @@ class Scheduler:
         """Choose the next pass: all of `rows`, and the chunks returned, shortest first. Every sequence in it is
         resident and may write its positions."""
         num_preemptions = self.num_preemptions
+        for sequence in self.running if len(self.rows) < len(self.running) else ():
+            if sequence.is_decoding and sequence not in self.rows:
+                self.rows.enter(sequence)  # its last chunk ended a recomputation and drew nothing
         self._turn_pages(self.rows.at_new_page())
         if self.num_preemptions == num_preemptions:
             self._admit()
@@ -226,9 +229,7 @@ class Scheduler:
     def _prefill(self, budget: int) -> list[Work]:
         """Chunks of prompts and of what is computed again, oldest first; pages for them were taken on admission."""
         works: list[Work] = []
-        if len(self.rows) == len(self.running):  # everybody decodes
-            return works
-        for sequence in self.running:
+        for sequence in self.running if len(self.rows) < len(self.running) else ():  # else everybody decodes
             count = min(sequence.num_uncached, budget)
             if count and not sequence.is_decoding:
                 start = sequence.num_cached
@@ -239,8 +240,7 @@ class Scheduler:
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         siblings = [sequence.fork(i) for i in range(1, sequence.request.params.n)]
-        for sibling in siblings:
-            insort(self.waiting, sibling, key=BY_AGE)
+        self.waiting = sorted(self.waiting + siblings, key=BY_AGE)
         return siblings
 
     def _leave(self, sequence: Sequence) -> None:
