@@ -64,6 +64,18 @@ def _train_there(config, monkeypatch, **options):
         return train(config, **options)
 
 
+def _assert_ended_alike(one, other):
+    """Masters and moments of two runs differ by last bits."""
+    state, wanted = _state(one), _state(other)
+    assert state.keys() == wanted.keys()
+    for name, values in wanted.items():
+        beyond = (state[name] - values).abs() > _noise(wanted, name, lr=other.train.lr)
+        # the final moments do not tell whose gradient was about zero at an earlier step
+        rare = values.numel() // 1000 if name.startswith("master.") else 0
+        assert beyond.sum() <= rare, name
+        torch.testing.assert_close(state[name], values, rtol=1e-4, atol=1e-2 * other.train.lr)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -88,14 +100,7 @@ def test_a_run_there_ends_as_one_here(tiny, tmp_path, monkeypatch, changes):
     found = _train_there(there, monkeypatch)
     for row, wanted in zip(_values(there), _values(here), strict=True):
         assert row == pytest.approx(wanted, rel=1e-4, abs=1e-7)
-    state, wanted = _state(there), _state(here)
-    assert state.keys() == wanted.keys()
-    for name, values in wanted.items():
-        beyond = (state[name] - values).abs() > _noise(wanted, name, lr=here.train.lr)
-        # the final moments do not tell whose gradient was about zero at an earlier step
-        rare = values.numel() // 1000 if name.startswith("master.") else 0
-        assert beyond.sum() <= rare, name
-        torch.testing.assert_close(state[name], values, rtol=1e-4, atol=1e-2 * here.train.lr)
+    _assert_ended_alike(there, here)
     assert all(row["trained_samples"] for row in metrics_of(there))
     assert found["placement"] == {"device": DEVICE.type, "arithmetic": "emulated"}
 
@@ -105,10 +110,11 @@ def test_a_run_there_goes_on_as_if_it_had_not_stopped(tiny, tmp_path, monkeypatc
     checkpoint, prompts = tiny
     whole = make_config(checkpoint, prompts, tmp_path / "whole", task__reward=VARIES, train__steps=2)
     parts = make_config(checkpoint, prompts, tmp_path / "parts", task__reward=VARIES, train__steps=1)
-    wanted = _train_there(whole, monkeypatch)
+    _train_there(whole, monkeypatch)
     _train_there(parts, monkeypatch)
-    found = _train_there(changed(parts, train__steps=2), monkeypatch, resume=True)
-    assert found["final"]["weights_hash"] == wanted["final"]["weights_hash"]
+    both = changed(parts, train__steps=2)
+    _train_there(both, monkeypatch, resume=True)
+    _assert_ended_alike(both, whole)  # sums on the simulated device have an order of their own in every run
 
 
 def test_an_update_waits_for_the_device_a_few_times_a_micro_batch(tiny, tmp_path, monkeypatch):
