@@ -99,8 +99,8 @@ def test_points_have_names_and_groups():
     assert [point.routing for point in points] == sorted(point.routing for point in points)
     assert [point.name for point in chosen_points(["zipf"], [8192])] == ["8k.zipf"]
     assert chosen_points([], [8192]) == all_points([8192])
-    with pytest.raises(ConfigError, match="no group 'fulll'; groups: full, together"):
-        chosen_points(["fulll"], [8192])
+    with pytest.raises(ConfigError, match="no group 'whole'; groups: full, together"):
+        chosen_points(["whole"], [8192])
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("8k", 8192), ("32K", 32768), (" 128 ", 128), ("1000", 1000)])

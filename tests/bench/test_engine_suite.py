@@ -121,7 +121,7 @@ def test_a_wrong_record_is_a_wrong_result(tmp_path, monkeypatch):
             "a model that this suite does not build; shapes: qwen3-30b-a3b",
         ),
         (("--random-weights", "qwen3-30b-a3b"), "is measured on an NVIDIA GPU"),
-        ((*TINY_RUN, "--only", "fulll"), "no group 'fulll'; groups: full, together, steady, batch, zipf"),
+        ((*TINY_RUN, "--only", "whole"), "no group 'whole'; groups: full, together, steady, batch, zipf"),
         (
             (*TINY_RUN[:-2], "--steps", "64"),
             "a load takes 80 steps, warm ones included, and the shortest context",

@@ -53,7 +53,7 @@ def append(shape: ModelShape, *, num_tokens: int, value_bytes: float) -> Traffic
 
 
 def delta_step(shape: ModelShape, *, num_seqs: int, state_bytes: float) -> Traffic:
-    """Return the traffic of a decode step of a gated delta layer: states read and written, projections in, output out."""
+    """Return the traffic of a decode step of a gated delta layer: states read and written, projections in, output."""
     heads, dim = shape.delta_v_heads, shape.delta_dim
     width = (2 * shape.delta_qk_heads + heads) * dim
     states = 2 * (heads * dim * dim * state_bytes + BF16 * (shape.delta_conv - 1) * width)

@@ -140,13 +140,13 @@ class Taps:
         rows = [part for part in found.values() if part is not None]
         assert len(rows) == len(found), f"a pass taps {kind} of every recorded layer once"
         is_row = rows[0].scheme.outer == "row"
-        statics = tuple(self._precision[layer].exponent_of(kind) or 0 for layer in found)
+        exponents = tuple(self._precision[layer].exponent_of(kind) or 0 for layer in found)
         return StackedSite(
             layers=tuple(found),
             packed=torch.stack([part.packed.flatten(1) for part in rows]),
             block_scales=torch.stack([part.block_scales.flatten(1) for part in rows]),
             exponents=torch.stack([part.outer for part in rows]) if is_row else None,
-            static_exponents=None if is_row else statics,
+            static_exponents=None if is_row else exponents,
         )
 
     def _check_schemes(self, kind: SiteKind) -> None:
