@@ -10,7 +10,7 @@ from tracefp4.bench.kernels import Suite
 from tracefp4.bench.replay import Captured, tensors_of
 from tracefp4.bench.row import Machine
 from tracefp4.ops.backend import IMPLEMENTED, Backend
-from tracefp4.ops.device import DeviceLibrary
+from tracefp4.ops.device import KernelFile
 from tracefp4.patching.shapes import ModelShape
 
 TINY = ModelShape(
@@ -65,5 +65,5 @@ def device_libraries():
         if Backend.CUDA in backends:
             importlib.import_module(f"tracefp4.ops.{op}.device")
             modules = [m for name, m in sys.modules.items() if name.startswith(f"tracefp4.ops.{op}.")]
-            found += [v for m in modules for v in vars(m).values() if isinstance(v, DeviceLibrary)]
+            found += [v for m in modules for v in vars(m).values() if isinstance(v, KernelFile)]
     return found

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="the
 
 def test_every_kernel_passes_its_check(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda call, **options: call)
-    monkeypatch.setattr(backend, "_status", lambda op, asked, device: Status(True, "emulated"))
+    monkeypatch.setattr(backend, "_status", lambda op, asked, device, case=None: Status(True, "emulated"))
     emulator = Emulator()
     for library in device_libraries():
         monkeypatch.setattr(library, "runner", emulator)
