@@ -17,6 +17,7 @@ from tracefp4.models.qwen3_moe_config import read_sizes
 from tracefp4.patching import PlanRules, apply, plan
 from tracefp4.patching.schemes import ALLOWED_OUTER
 from tracefp4.rollout.recorder import Recorder, default_sites
+from tracefp4.rollout.ring import RecordRing
 
 LAYER_NAMES = [
     *(f"self_attn.{n}" for n in ("q_proj", "k_proj", "kv_cache", "v_proj", "o_proj", "q_norm", "k_norm")),
@@ -349,7 +350,10 @@ def test_codecs_chosen_by_a_calibration_are_part_of_the_plan_and_its_digest():
 )
 def test_the_scheme_digest_is_the_recorders(options):
     found = made(**options)
-    recorder = Recorder((), sizes=read_sizes(tiny_config()), precision=found.layers, plan_digest="p")
+    ring = RecordRing(torch.device("cpu"), num_slots=1, slot_tokens=1)
+    recorder = Recorder(
+        (), sizes=read_sizes(tiny_config()), precision=found.layers, plan_digest="p", ring=ring
+    )
     assert recorder._scheme_digest == found.scheme_digest
 
 
