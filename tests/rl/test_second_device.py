@@ -17,6 +17,7 @@ from tracefp4.rl.planning import calibrated_plan
 from tracefp4.rl.policy import load_policy
 from tracefp4.rl.trainer import PolicyTrainer
 
+pytestmark = pytest.mark.slow  # whole runs on a simulated device, a minute and a half
 TIMES = ("_seconds", "_per_s", "_wait_s")
 LAST_BITS = 2.0**-19
 VARIES = "tests.rl.tiny_runs:share_plain"
