@@ -1,14 +1,18 @@
 """`tracefp4 bench trainer` as a whole on the tiny shape, and what it refuses."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from tracefp4.bench import trainer
+from tracefp4.bench.row import describe_machine
 from tracefp4.cli.main import app
 from tracefp4.patching import PlanRules
+from tracefp4.rl.config import ModelConfig
+from tracefp4.rl.placement import placement_of
 
 ARMS = ("bf16", "nearest", "guided")
 
@@ -48,6 +52,18 @@ def test_a_guided_arm_that_follows_nothing_misses_its_check(tmp_path, monkeypatc
     (row,) = json.loads(out.read_text())["rows"]
     assert row["check"]["error"] == 2 * row["check"]["allowed"] > 0
     assert "Training step" in result.output and "NO" in result.output and result.exit_code == 1
+
+
+def test_steps_leave_the_weights_that_the_records_are_of():
+    # Mutation: a learning rate, under which codes differ more with every turn.
+    sizes = trainer.default_sizes("tiny", layers=2)
+    sizes = replace(sizes, tokens=(64,), micro_batch_tokens=32, length=32, turns=1)
+    bed = trainer._Bed(sizes, placement_of(ModelConfig(path="", device="cpu")), seed=0, on_event=print)
+    before = [master.detach().clone() for master in bed.optimizer.masters]
+    bed.measure(bed.samples, machine=describe_machine())
+    assert len(bed.optimizer.adamw.state) > 0  # steps were taken
+    for master, earlier in zip(bed.optimizer.masters, before, strict=True):
+        assert torch.equal(master, earlier)
 
 
 @pytest.mark.parametrize(

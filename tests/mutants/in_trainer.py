@@ -103,6 +103,22 @@ PACKING = (
         tests=("tests/rl/test_packing.py::test_a_packed_row_is_the_tokens_of_every_sample_in_order",),
     ),
     Mutation(
+        name="segments_passed_on_and_not_used",
+        fault="Packed rows attend over the whole row, where bf16 is emulated.",
+        path=_QAT + "attention.py",
+        old="    elif segment_lengths is None:\n",
+        new="    elif segment_lengths is None or attention_mask is None:\n",
+        tests=("tests/qat/test_attention.py::test_pad_3_segments_attend_within_themselves",),
+    ),
+    Mutation(
+        name="native_segments_passed_on_and_not_used",
+        fault="Packed rows attend over the whole row, in native arithmetic.",
+        path=_QAT + "attention.py",
+        old="    if segment_lengths is None:\n",
+        new="    if segment_lengths is None or mask is None:\n",
+        tests=("tests/qat/test_attention.py::test_native_segments_are_their_own_rows_forward_and_backward",),
+    ),
+    Mutation(
         name="packed_budget_counts_padding",
         fault="A packed micro-batch is filled only up to the size that its padded one would have.",
         path=_RL + "trainer.py",

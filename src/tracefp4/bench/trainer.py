@@ -35,7 +35,9 @@ ARMS = {
     "guided": PlanRules(),
 }
 GIB = 1 << 30
-_RATE = 1e-6
+_RATE = 0.0
+"""The optimizer computes everything and moves nothing: weights that moved from turn to turn would leave behind the
+records, which are of the first ones."""
 _NEVER_SAMPLED = -8.0
 """A log-prob under which the rollout could have drawn any token; the loss only needs numbers."""
 OnEvent = Callable[[str], None]
