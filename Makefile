@@ -64,15 +64,18 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
-# Two worker processes with one thread each: the same cores, without fighting over them.
+# Two worker processes with one thread each: the same cores, without fighting over them. A worker that dies ends the
+# run: with another one in its place, pytest-xdist may wait for ever.
 core: $(STAMP)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-	    $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not peers and not gpu and not engine" $(PYTEST_ARGS)
+	    $(BIN)/python -m pytest -q -n 2 --dist loadfile --max-worker-restart 0 \
+	    -m "not slow and not peers and not gpu and not engine" $(PYTEST_ARGS)
 
 # First what can share the machine, then what measures it or fills it by itself.
 test-slow: $(PEERS_STAMP)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
-	    $(BIN)/python -m pytest -q -n 2 -m "(slow or peers) and not alone and not gpu and not engine" \
+	    $(BIN)/python -m pytest -q -n 2 --max-worker-restart 0 \
+	    -m "(slow or peers) and not alone and not gpu and not engine" \
 	    --timeout 2400 --durations 10 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -q -m "alone and not gpu and not engine" --timeout 2400 $(PYTEST_ARGS)
 

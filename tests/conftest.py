@@ -31,6 +31,10 @@ def _poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     torch = sys.modules.get("torch")
     if torch is None or room not in POISONED_ROOMS:
         return
+    # Under a default device, torch looks for functions that make tensors in a list that it makes once. If it were made
+    # while torch.empty is replaced, torch.empty would ignore default devices from then on, "meta" among them.
+    with torch.device("cpu"):
+        torch.empty(0)
 
     def poison(make):
         def make_poisoned(*args, **kwargs):
