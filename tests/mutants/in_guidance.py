@@ -8,6 +8,7 @@ _SYNDROME = _SRC + "coding/syndrome.py"
 _ROUTING = _SRC + "coding/routing.py"
 _PAYLOAD = _SRC + "guidance/payload.py"
 _SITE_RECORD = _SRC + "guidance/site_record.py"
+_GATHER = _SRC + "guidance/gather.py"
 _BUILDER = _SRC + "guidance/builder.py"
 _REPLAY = _SRC + "guidance/replay.py"
 _NOISE = _SRC + "guidance/noise.py"
@@ -232,6 +233,59 @@ FOLLOWING = (
     ),
 )
 
+_DAMAGED = _TEST + "test_damaged.py::"
+
+DAMAGED = (
+    Mutation(
+        name="damaged_scales_reach_the_kernels",
+        fault="A kernel traps on a recorded byte that no scheme stores, and the CUDA context is lost.",
+        path=_GATHER,
+        old="        self._check_scales(part, valid)\n",
+        new="",
+        tests=(_DAMAGED + "test_damage_that_would_be_followed_is_refused_before_anything_is_moved",),
+    ),
+    Mutation(
+        name="damage_of_other_rows_is_refused",
+        fault="A run ends over bytes that nothing follows.",
+        path=_GATHER,
+        old="(part.damaged_rows() & valid).any()",
+        new="part.damaged_rows().any()",
+        tests=(_DAMAGED + "test_damage_that_nothing_follows_changes_nothing",),
+    ),
+    Mutation(
+        name="low_bits_taken_for_scale_bytes",
+        fault="Two bits of four blocks in a byte are refused as a negative scale.",
+        path=_SITE_RECORD,
+        old="        if is_raw and self.block_size == NVFP4.block_size:",
+        new="        if self.block_size == NVFP4.block_size:",
+        tests=(_DAMAGED + "test_low_bits_and_syndromes_of_scales_can_all_be_meant",),
+    ),
+    Mutation(
+        name="e8m0_bytes_taken_for_e4m3",
+        fault="Scales of 2 and more are refused as negative ones.",
+        path=_SITE_RECORD,
+        old="        if is_raw and self.block_size == NVFP4.block_size:",
+        new="        if is_raw:",
+        tests=(_DAMAGED + "test_every_e8m0_byte_can_be_meant",),
+    ),
+    Mutation(
+        name="damaged_rows_counted_as_positions",
+        fault="The damage of a token with several rows is sought elsewhere.",
+        path=_SRC + "guidance/record.py",
+        old="{self.start + row // part.rows_per_token}, {site}",
+        new="{self.start + row}, {site}",
+        tests=(_DAMAGED + "test_damage_that_would_be_followed_is_refused_before_anything_is_moved",),
+    ),
+    Mutation(
+        name="damaged_codes_written_into_pages",
+        fault="Later tokens read K and V under a negative scale.",
+        path=_SRC + "rollout/recorder.py",
+        old='        record.check_scales(kinds=("k", "v"), only_valid=False)\n',
+        new="",
+        tests=("tests/rollout/test_turns.py::test_what_cannot_go_on_is_refused_before_anything_is_queued",),
+    ),
+)
+
 PLANS = (
     Mutation(
         name="chosen_codecs_outside_the_digest",
@@ -261,4 +315,4 @@ PLANS = (
     ),
 )
 
-MUTATIONS = CODES + BYTES + FOLLOWING + PLANS
+MUTATIONS = CODES + BYTES + FOLLOWING + DAMAGED + PLANS

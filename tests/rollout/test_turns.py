@@ -170,6 +170,16 @@ def test_a_log_that_is_sealed_again_and_again_gives_the_same_records(model):
     assert_nothing_left(engine)
 
 
+def with_a_negative_scale(record):
+    """One byte of V that would be written into a page, at a position that is not followed."""
+    part, valid = record.sites[Site("v", 1)], record.valid.clone()
+    block_scales = part.block_scales.clone()
+    block_scales[2 * part.rows_per_token, 0] |= 0x80
+    valid[2] = False
+    sites = {**record.sites, Site("v", 1): replace(part, block_scales=block_scales)}
+    return replace(record, sites=sites, valid=valid)
+
+
 def test_what_cannot_go_on_is_refused_before_anything_is_queued(model):
     engine = make_engine(model, control=True)
     ((first,),) = engine.generate(PROMPTS[:1], sampled(3, seed=1))
@@ -185,6 +195,8 @@ def test_what_cannot_go_on_is_refused_before_anything_is_queued(model):
         make_engine(model, plan_digest="other").extend([first], [[7]], sampled(2))
     with pytest.raises(RecordError, match="cannot go on"):
         make_engine(model, records=HALF).extend([first], [[7]], sampled(2))
+    with pytest.raises(RecordError, match=r"impossible scales at position 2, layers\.1\.v"):
+        engine.extend([replace(first, record=with_a_negative_scale(first.record))], [[7]], sampled(2))
     with pytest.raises(ValueError, match="zip"):
         engine.extend([first], [], sampled(2))
     assert_nothing_left(engine)

@@ -4,12 +4,15 @@ The index is a pure function of the positions and the records, so asking twice, 
 recomputation or another micro-batch, gives the same rows. A place is invalid where its position is -1
 (padding), where it has no record, where the position lies outside the record or outside the site's records,
 and where the record itself says so. Invalid places read row 0 and must be ignored through `valid`.
+
+Rows are looked at while they are in host memory: scales that no rollout records are refused here, before a kernel,
+which cannot say whose they are, meets them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -87,7 +90,10 @@ class RecordRows:
         return {site for record in self._records if record is not None for site in record.sites}
 
     def site(self, site: Site) -> GatheredSite | None:
-        """Rows of one site; None when no place has any. Kept after the first call, packed."""
+        """Rows of one site; None when no place has any. Kept after the first call, packed.
+
+        Raises: RecordError for records of unlike layouts, or impossible scales at a place that is valid.
+        """
         if site not in self._sites:
             self._sites[site] = self._gather_site(site)
         return self._sites[site]
@@ -114,18 +120,24 @@ class RecordRows:
             valid = valid.repeat_interleave(first.rows_per_token)
         exponent = None
         if first.exponent is not None:
-            exponent = self._select([part.exponent for part in parts if part.exponent is not None], rows)
-        part = SiteRecord(
-            codec=first.codec,
-            payload=self._select([part.payload for part in parts], rows),
-            block_scales=self._select([part.block_scales for part in parts], rows),
+            exponent = _selected([part.exponent for part in parts if part.exponent is not None], rows)
+        part = replace(
+            first,
+            payload=_selected([part.payload for part in parts], rows),
+            block_scales=_selected([part.block_scales for part in parts], rows),
             exponent=exponent,
-            width=first.width,
-            block_size=first.block_size,
-            rows_per_token=first.rows_per_token,
-            static_exponent=first.static_exponent,
         )
-        return GatheredSite(part=part, valid=upload(valid, self._device), num_places=index.num_valid)
+        self._check_scales(part, valid)
+        return GatheredSite(
+            part=part.on(self._device), valid=upload(valid, self._device), num_places=index.num_valid
+        )
+
+    def _check_scales(self, part: SiteRecord, valid: Tensor) -> None:
+        """One look at all rows; the records are asked one by one only to name what is wrong."""
+        if bool((part.damaged_rows() & valid).any()):
+            for record in self._records:
+                if record is not None:
+                    record.check_scales()
 
     def _gather_routing(self) -> GatheredRouting | None:
         index = self._index(lambda record: record.routed is not None)
@@ -139,14 +151,10 @@ class RecordRows:
                 "All must be equal. Replay records of one plan together."
             )
         return GatheredRouting(
-            expert_ids=self._select([_routed(record) for record in found], index.rows),
+            expert_ids=upload(_selected([_routed(record) for record in found], index.rows), self._device),
             valid=upload(index.valid, self._device),
             layers=found[0].layers_routed,
         )
-
-    def _select(self, arrays: list[Tensor], rows: Tensor) -> Tensor:
-        joined = arrays[0] if len(arrays) == 1 else torch.cat(arrays)
-        return upload(joined.index_select(0, rows), self._device)
 
     def _index(self, has_rows: Callable[[Record], bool]) -> _Index | None:
         """Row of every place in the concatenated records that have rows; None if no place is valid."""
@@ -177,6 +185,11 @@ class RecordRows:
         rows = torch.where(inside, torch.tensor(offsets, device="cpu")[owners] + relative, 0)
         valid = inside & torch.cat(flags)[rows]
         return _Index(rows=rows, valid=valid, num_valid=int(valid.sum()))
+
+
+def _selected(arrays: list[Tensor], rows: Tensor) -> Tensor:
+    joined = arrays[0] if len(arrays) == 1 else torch.cat(arrays)
+    return joined.index_select(0, rows)
 
 
 def _routed(record: Record) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tracefp4.coding import codec_by_name
 from tracefp4.errors import RecordError
-from tracefp4.guidance.site_record import FULL, SiteRecord
+from tracefp4.formats.scheme import MAX_EXPONENT, MIN_EXPONENT
+from tracefp4.guidance.site_record import FULL, MAX_SCALE_BYTE, SiteRecord
 
 SiteKind = Literal["x", "k", "v", "w2"]
 SITE_KINDS: tuple[SiteKind, ...] = ("x", "k", "v", "w2")
@@ -242,6 +243,32 @@ class Record:
                 f"{self.routed[row, slot].tolist()}. Ids must be distinct and lie in 0..{num_experts - 1}. "
                 "Check that the recorder ran and left shared experts out."
             )
+
+    def check_scales(self, *, kinds: Collection[SiteKind] = SITE_KINDS, only_valid: bool = True) -> None:
+        """Refuse recorded scales that no scheme stores (`SiteRecord.damaged_rows`).
+
+        Bytes that a store lost are not valid and round to nearest; these came whole and were wrong before.
+
+        Args:
+            kinds: kinds of sites to look at.
+            only_valid: False looks also at positions whose decisions are not followed.
+
+        Raises: RecordError naming position and site, with the row's power of two and largest scale byte.
+        """
+        for site, part in sorted(self.sites.items()):
+            damaged = part.damaged_rows() if site.kind in kinds else part.block_scales.new_zeros(0)
+            if only_valid and damaged.numel():
+                damaged &= self.valid.repeat_interleave(part.rows_per_token)
+            if bool(damaged.any()):
+                row = int(damaged.nonzero()[0])
+                exponent = part.static_exponent if part.exponent is None else int(part.exponent[row])
+                raise RecordError(
+                    f"Record of trajectory {self.identity.trajectory!r} has impossible scales at position "
+                    f"{self.start + row // part.rows_per_token}, {site}; got exponent {exponent} and scale bytes up "
+                    f"to 0x{int(part.block_scales[row].max()):02X}. Exponents lie in {MIN_EXPONENT}..{MAX_EXPONENT}, "
+                    f"whole E4M3 bytes in 0x00..0x{MAX_SCALE_BYTE:02X}. The record is damaged: drop it (its positions "
+                    "round to nearest), and look for what wrote it."
+                )
 
     def recode(self, codec: str | Mapping[Site, str]) -> Record:
         """The same record under codecs that keep less: `full` to any other; equal codecs return self.

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from tracefp4.coding import Payload, ScaleCoding, codec_by_name
 from tracefp4.errors import RecordError
+from tracefp4.formats.block import NVFP4
+from tracefp4.formats.scheme import MAX_EXPONENT, MIN_EXPONENT
 from tracefp4.guidance.payload import GuideParts, encode_block_scales, encode_codes, guide_parts
+from tracefp4.ops.upload import upload
 
 FULL = "full"
 """Codec of records as the rollout makes them: every code and scale byte as it was."""
 BLOCK_SIZES = (16, 32)
 """Values per block scale that a record may have: NVFP4, MXFP4."""
+MAX_SCALE_BYTE = 0x7F
+"""Largest E4M3 scale byte that is stored, the NaN byte; larger ones are negative scales."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -75,6 +81,15 @@ class SiteRecord:
             exponent=None if self.exponent is None else self.exponent.clone(),
         )
 
+    def on(self, device: torch.device) -> SiteRecord:
+        """The same rows on a device; the copies are queued behind its work (`ops.upload`)."""
+        return replace(
+            self,
+            payload=upload(self.payload, device),
+            block_scales=upload(self.block_scales, device),
+            exponent=None if self.exponent is None else upload(self.exponent, device),
+        )
+
     @property
     def num_blocks(self) -> int:
         """G, block scales per row."""
@@ -85,6 +100,20 @@ class SiteRecord:
         """True when nothing was dropped: whole codes and whole scale bytes."""
         codec = codec_by_name(self.codec)
         return codec.payload is Payload.FULL and codec.scale_coding is ScaleCoding.RAW
+
+    def damaged_rows(self) -> Tensor:
+        """Rows that no rollout records: bool [n].
+
+        Those with a power of two outside MIN_EXPONENT..MAX_EXPONENT, or, where E4M3 scale bytes (NVFP4) are kept
+        whole, with one above MAX_SCALE_BYTE. Any E8M0 byte, code, low bit and syndrome can have been recorded.
+        """
+        damaged = self.block_scales.new_zeros(self.block_scales.shape[0], dtype=torch.bool)
+        if self.exponent is not None:
+            damaged |= (self.exponent < MIN_EXPONENT) | (self.exponent > MAX_EXPONENT)
+        is_raw = codec_by_name(self.codec).scale_coding is ScaleCoding.RAW
+        if is_raw and self.block_size == NVFP4.block_size:
+            damaged |= self.block_scales.amax(1) > MAX_SCALE_BYTE
+        return damaged
 
     def guide_parts(self) -> GuideParts:
         """What was kept, unpacked, as fields of a Guide; see `guidance.payload.guide_parts`."""

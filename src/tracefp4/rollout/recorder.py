@@ -184,8 +184,8 @@ class Recorder:
     def check_earlier(self, record: Record, *, num_tokens: int) -> None:
         """Refuse the record of a trajectory of `num_tokens` tokens that this engine cannot go on from.
 
-        Raises: RecordError for other digests, sites, codecs or routed layers than this engine records, or for more
-            positions than the trajectory has.
+        Raises: RecordError for other digests, sites, codecs or routed layers than this engine records, for more
+            positions than the trajectory has, or for impossible scales of K or V, which would be written into pages.
         """
         record.check(scheme_digest=self._scheme_digest, plan_digest=self._plan_digest)
         found = {str(site): part.codec for site, part in sorted(record.sites.items())}
@@ -203,6 +203,7 @@ class Recorder:
                 f"{record.length} positions for {num_tokens} tokens. At most one for each is allowed. Cut tokens and "
                 "record together, with Record.truncate."
             )
+        record.check_scales(kinds=("k", "v"), only_valid=False)
 
     def forget(self, prefixes: PrefixCache | None) -> None:
         """Drop everything logged; called when no sequence refers to it any more. Cached prefixes get records, or go if
