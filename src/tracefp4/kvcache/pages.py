@@ -157,6 +157,14 @@ class PageAllocator:
         page.is_cached = False
         self.drop(page)
 
+    def vacate(self) -> None:
+        """Empty all frames, as if others needed every one of them; no page may have users."""
+        while self._spare:
+            self.evict(next(iter(self._spare)))
+        while self._idle:
+            self._move_out()
+        assert self.num_used == 0, "pages of running sequences stay in their frames"
+
     def _settle(self, page: Page) -> None:
         """Put the page where its holders and users say: nowhere, idle, spare, or among the free frames."""
         place = None

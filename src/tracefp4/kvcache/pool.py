@@ -8,13 +8,14 @@ frame more than asked for exists: the null frame, always zero, which pads page t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tracefp4.errors import ConfigError
+from tracefp4.errors import BackendError, ConfigError
 from tracefp4.formats.arithmetic import Arithmetic
 from tracefp4.formats.fragments import FragmentPages, from_fragments, has_fragments
 from tracefp4.formats.precision import LayerPrecision
@@ -48,6 +49,17 @@ class CacheShape:
             )
 
 
+class _Kind(NamedTuple):
+    """Bytes of one kind that layers have per position and head, of K and V each."""
+
+    num_layers: int
+    """Layers that have them."""
+    width: int
+    """How many elements."""
+    dtype: torch.dtype
+    """Of one element."""
+
+
 class KVPool:
     """Pages of all layers.
 
@@ -59,7 +71,8 @@ class KVPool:
         device: where the pages live; the device of the weights.
         states: of the layers that keep a state instead, which then have no pages; None: every layer has pages.
 
-    Raises: ConfigError if head_dim is not a multiple of the block size of a quantized layer.
+    Raises: ConfigError if head_dim is not a multiple of the block size of a quantized layer; BackendError as
+        `make_again`.
     """
 
     def __init__(
@@ -78,29 +91,69 @@ class KVPool:
         # On a GPU without a working kernel the reference reads plain pages faster than fragments.
         self._has_kernel = choose("kv_attention", device) is Backend.CUDA
         is_bf16 = arithmetic.emulates_bf16 or arithmetic.dtype == "bfloat16"
-        paged = {n: layer for n, layer in enumerate(precision) if states is None or n not in states.layers}
+        self._precision = tuple(precision)
+        self._paged = {
+            n: layer for n, layer in enumerate(precision) if states is None or n not in states.layers
+        }
         # One store per kind of bytes for all layers that have it, [layers, 2, C, F, S, width]: whole-page
         # operations are then a few copies, however many layers there are.
-        num_fp4 = sum(layer.kv is not None for layer in paged.values())
-        self._packed = self._new_store(num_fp4, shape.head_dim // 2, torch.uint8)
-        self._block_scales = self._new_store(
-            num_fp4, shape.head_dim // _block_size(shape, paged.values()), torch.uint8
-        )
+        num_fp4 = sum(layer.kv is not None for layer in self._paged.values())
+        scale_width = shape.head_dim // _block_size(shape, self._paged.values())
         dtype = torch.bfloat16 if is_bf16 else arithmetic.torch_dtype
-        self._plain = self._new_store(len(paged) - num_fp4, shape.head_dim, dtype)
+        self._kinds = (
+            _Kind(num_fp4, shape.head_dim // 2, torch.uint8),
+            _Kind(num_fp4, scale_width, torch.uint8),
+            _Kind(len(self._paged) - num_fp4, shape.head_dim, dtype),
+        )
         self._to_clear: list[int] = []
-        self.layers = self._layer_pages(precision, paged)
-        """Pages of every decoder layer; empty ones where it has a state."""
+        self.layers: list[LayerPages] = []
+        """Pages of every decoder layer; empty ones where it has a state. None at all while the memory is given back."""
+        self.has_memory = False
+        """False between `give_back` and `make_again`."""
+        self.make_again()
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, K and V."""
-        return sum(store[:, :, :, 0].numel() * store.element_size() for store in self._stores())
+        shape = self.shape
+        bytes_of_layers = sum(kind.num_layers * kind.width * kind.dtype.itemsize for kind in self._kinds)
+        return 2 * shape.num_kv_heads * shape.page_size * bytes_of_layers
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pool, null frame included."""
-        return self.page_bytes * (self.shape.num_pages + 1)
+        """Bytes of the pool, null frame included; 0 while they are given back."""
+        return self.page_bytes * (self.shape.num_pages + 1) if self.has_memory else 0
+
+    def give_back(self) -> None:
+        """Give the memory of pages and states back to torch. Whoever needs the bytes of a page has saved them; states
+        that rest save their own, and none may be running."""
+        if self.states is not None:
+            self.states.give_back()
+        self._to_clear.clear()
+        self.layers = []
+        self._packed = self._block_scales = self._plain = torch.empty(0, device=self.device)
+        self.has_memory = False
+
+    def make_again(self) -> None:
+        """Have memory of zeros for all pages, at other addresses than before; nothing happens where it is there.
+
+        Raises: BackendError if the device has not enough; then none is taken.
+        """
+        if self.has_memory:
+            return
+        try:
+            stores = [self._new_store(kind) for kind in self._kinds]
+            if self.states is not None:
+                self.states.make_again()
+        except torch.OutOfMemoryError as error:
+            raise BackendError(
+                f"There is no room on {self.device} for the KV pool; got {self.shape.num_pages} pages of "
+                f"{self.page_bytes} bytes. What is free holds fewer. Lower num_pages, or free memory before the engine "
+                f"runs. torch says: {error}"
+            ) from error
+        self._packed, self._block_scales, self._plain = stores
+        self.layers = self._layer_pages()
+        self.has_memory = True
 
     def clear(self, frame: int) -> None:
         """Make a frame read back as zeros (scale byte 0), so that nothing of its last page, NaN least of all, remains;
@@ -139,19 +192,17 @@ class KVPool:
     def _stores(self) -> list[Tensor]:
         return [self._packed, self._block_scales, self._plain]
 
-    def _new_store(self, num_layers: int, width: int, dtype: torch.dtype) -> Tensor:
+    def _new_store(self, kind: _Kind) -> Tensor:
         shape = self.shape
-        size = (num_layers, 2, shape.num_kv_heads, shape.num_pages + 1, shape.page_size, width)
-        return torch.zeros(size, dtype=dtype, device=self.device)
+        size = (kind.num_layers, 2, shape.num_kv_heads, shape.num_pages + 1, shape.page_size, kind.width)
+        return torch.zeros(size, dtype=kind.dtype, device=self.device)
 
-    def _layer_pages(
-        self, precision: Sequence[LayerPrecision], paged: Mapping[int, LayerPrecision]
-    ) -> list[LayerPages]:
+    def _layer_pages(self) -> list[LayerPages]:
         """Views of the stores, layer by layer."""
         pages = []
         num_fp4 = num_plain = 0
-        for index, layer in enumerate(precision):
-            if index not in paged:
+        for index, layer in enumerate(self._precision):
+            if index not in self._paged:
                 none = self._plain.new_empty(0, 0, 0, 0)
                 pages.append(LayerPages(keys=none, values=none))
                 continue

@@ -8,6 +8,7 @@ the bytes that it had.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -80,16 +81,14 @@ class StatePool:
         self.device = device
         self.num_swapped_out = 0
         """States moved to host memory so far."""
-        size = (len(shape.layers), shape.num_slots)
-        self._conv = torch.zeros((*size, shape.num_taps - 1, shape.width), dtype=inputs, device=device)
-        self._matrices = torch.zeros(
-            (*size, shape.num_heads, shape.value_dim, shape.key_dim), dtype=matrices, device=device
+        count = (len(shape.layers), shape.num_slots)
+        self._sizes = (
+            ((*count, shape.num_taps - 1, shape.width), inputs),
+            ((*count, shape.num_heads, shape.value_dim, shape.key_dim), matrices),
         )
-        self.layers = {
-            layer: DeltaState(conv, matrices)
-            for layer, conv, matrices in zip(shape.layers, self._conv, self._matrices, strict=True)
-        }
-        """What the ops take, by decoder layer."""
+        self.layers: dict[int, DeltaState] = {}
+        """What the ops take, by decoder layer; empty while the memory is given back."""
+        self.make_again()
         self._free = list(range(shape.num_slots - 1, -1, -1))
         self._resting: dict[
             State, None
@@ -103,7 +102,26 @@ class StatePool:
     @property
     def state_bytes(self) -> int:
         """Bytes of one state over all layers."""
-        return sum(part[:, 0].numel() * part.element_size() for part in self._parts())
+        return sum(math.prod(size) // size[1] * dtype.itemsize for size, dtype in self._sizes)
+
+    def give_back(self) -> None:
+        """Give the memory back to torch: every state moves to host memory; none may be running."""
+        while self._resting:
+            self._move_out()
+        assert len(self._free) == self.shape.num_slots, "states of running sequences stay in their slots"
+        self.layers = {}
+        self._conv = self._matrices = torch.empty(0, device=self.device)
+
+    def make_again(self) -> None:
+        """Have memory for all slots; nothing happens where it is there."""
+        if self.layers:
+            return
+        conv, matrices = (torch.zeros(size, dtype=dtype, device=self.device) for size, dtype in self._sizes)
+        self._conv, self._matrices = conv, matrices
+        self.layers = {
+            layer: DeltaState(*parts)
+            for layer, *parts in zip(self.shape.layers, self._conv, self._matrices, strict=True)
+        }
 
     def begin(self) -> State:
         """Return a running state of no positions: zeros."""

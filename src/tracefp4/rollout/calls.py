@@ -1,7 +1,7 @@
-"""Calls that run to the end: submit a list, step until all of it is done, give the completions in order.
+"""Calls that give completions: submit a list, step until all of it is done, or take what there is.
 
-`generate` draws, `force` decodes given tokens, `extend` goes on with trajectories. They know an engine that can be
-stepped and nothing of what a step does. Requests that others have submitted run along.
+`generate` draws, `force` decodes given tokens, `extend` goes on with trajectories, `suspend` cuts them short. They know
+an engine that can be stepped and nothing of what a step does. Requests that others have submitted run along.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import chain
 from tracefp4.rollout.completion import Completion, SamplingParams
 from tracefp4.rollout.jobs import Job, extending_job, forced_jobs
 from tracefp4.rollout.ledger import Ledger
+from tracefp4.rollout.scheduler import Scheduler
 from tracefp4.rollout.sequence import Sequence
 
 Enough = Callable[[list[Completion]], bool]
@@ -23,6 +24,7 @@ class CompletingCalls(ABC):
     """The calls, over an engine's own steps."""
 
     _ledger: Ledger
+    _scheduler: Scheduler
 
     @property
     @abstractmethod
@@ -126,6 +128,14 @@ class CompletingCalls(ABC):
     def take_finished(self) -> list[Completion]:
         """Hand over every finished completion, oldest request first, and forget them."""
         ids = {sequence.request.request_id for sequence in self._ledger.finished}
+        return [completion for _, completion in self._ledger.take(ids)]
+
+    def suspend(self) -> list[Completion]:
+        """Abort every unfinished request and hand its samples over, finished ones too; `extend` goes on with those
+        whose reason is `abort`."""
+        ids = self._scheduler.request_ids
+        for request_id in ids:
+            self.abort(request_id)
         return [completion for _, completion in self._ledger.take(ids)]
 
     def _run(self, jobs: list[Job], *, enough: Enough | None = None) -> list[list[Completion]]:

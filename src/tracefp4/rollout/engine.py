@@ -26,6 +26,7 @@ from tracefp4.rollout.ledger import Ledger
 from tracefp4.rollout.options import EngineOptions
 from tracefp4.rollout.prefixes import build_prefixes
 from tracefp4.rollout.recorder import build_recorder
+from tracefp4.rollout.releasing import release_pool
 from tracefp4.rollout.residence import build_residence
 from tracefp4.rollout.ring import NUM_SLOTS, RecordRing
 from tracefp4.rollout.rows import build_rows
@@ -146,6 +147,7 @@ class LocalEngine(EngineOptions, CompletingCalls):
                 "The engine is paused; got step. Nothing runs between pause and resume. Call resume first."
             )
         started = time.perf_counter()
+        self.pool.make_again()
         computed = self._ahead or self._runner.run(self._scheduler.schedule())
         self._ahead = None
         # the device computes meanwhile
@@ -181,14 +183,6 @@ class LocalEngine(EngineOptions, CompletingCalls):
         self._settle()
         self._ledger.finished += self._scheduler.abort(request_id)
 
-    def suspend(self) -> list[Completion]:
-        """Abort every unfinished request and hand its samples over, finished ones too; `extend` goes on with those
-        whose reason is `abort`."""
-        ids = self._scheduler.request_ids
-        for request_id in ids:
-            self.abort(request_id)
-        return [completion for _, completion in self._ledger.take(ids)]
-
     def pause(self) -> None:
         """Stop in place: unfinished sequences wait with their pages, which may move to host memory."""
         self._settle()
@@ -198,6 +192,11 @@ class LocalEngine(EngineOptions, CompletingCalls):
     def resume(self) -> None:
         """Run again after `pause`."""
         self._is_paused = False
+
+    def release_pool(self) -> None:
+        """Give the memory of the pages back until the next step, which makes it again (`releasing.release_pool`)."""
+        self._settle()
+        release_pool(self.pool, self._allocator, scheduler=self._scheduler, graphs=self._graphs)
 
     def update_weights(
         self,

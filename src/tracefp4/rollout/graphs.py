@@ -5,7 +5,7 @@ are; from there on everything happens on the device: the pass, the head, the dra
 batch takes the smallest graph that holds it; the rest are padding rows. Graphs are captured when they are first
 needed, or all at the start, after an eager pass of the same size has compiled and chosen whatever there is to compile
 and choose; they share one pool of memory, as they never run at the same time. New weights are written to the old
-addresses, so graphs stay as they are.
+addresses, so graphs stay as they are; pages that were given back come again at other addresses, so graphs go with them.
 
 What captures is a parameter, so that everything here but the capture itself runs without a GPU.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ class DecodeGraphs:
         self._pool = pool
         self._rows = rows
         self._recorder = recorder
-        self._capture = cuda_capture(model.device) if capture is None else capture
+        self._make_capture = partial(cuda_capture, model.device) if capture is None else lambda: capture
+        self._capture: Capture = self._make_capture()
         self._graphs: dict[int, tuple[Callable[[], None], Outputs]] = {}
         self._sizes = buckets(rows.capacity)
         self._input = torch.empty_like(rows.buffer, device=model.device)
@@ -91,6 +93,12 @@ class DecodeGraphs:
         """Capture every size, the largest first: what it needs is enough for the others."""
         for size in reversed(self._sizes):
             self._graph(size)
+
+    def drop(self) -> None:
+        """Forget all captured passes with their memory, after the last one has ended: the addresses that they read and
+        write are no longer those of the pages. Each is captured again when it is next needed."""
+        self._graphs.clear()
+        self._capture = self._make_capture()  # with another pool of memory: this one goes with its last graph
 
     def run(self, count: int) -> tuple[Sampled, int | None]:
         """Start the pass of the first `count` rows, at least 1.
