@@ -79,9 +79,9 @@ def test_a_fork_is_a_copy_in_a_free_slot_or_in_host_memory():
     states = pool(num_slots=2)
     first = states.begin()
     write(states, first, 7)
-    near = states.fork(first)
-    far = states.fork(first)
+    near, far, beyond = states.fork(first, 3)
     assert near.slot is not None and far.slot is None and not near.is_running
+    assert far.saved is beyond.saved and states.fork(first, 0) == []
     write(states, first, 50)
     states.release(first)
     for copy in (far, near):
@@ -95,8 +95,8 @@ def test_siblings_in_host_memory_share_bytes_that_nobody_writes():
     states = pool(num_slots=1)
     first = states.begin()
     write(states, first, 7)
-    one = states.fork(first)
-    other = states.fork(one)
+    (one,) = states.fork(first, 1)
+    (other,) = states.fork(one, 1)
     assert other.saved is one.saved
     states.release(first)
     states.resume(one)
@@ -110,7 +110,7 @@ def test_released_states_leave_their_slots_and_their_bytes():
     states = pool()
     running, resting = states.begin(), states.begin()
     states.rest(resting)
-    away = states.fork(running)
+    (away,) = states.fork(running, 1)
     for state in (running, resting, away):
         states.release(state)
         assert (state.slot, state.saved, state.is_running) == (None, None, False)
@@ -128,7 +128,7 @@ def test_any_history_keeps_every_state(seed):
             expected[states.begin()] = None
         elif action == "fork" and expected:
             source = chance.choice(list(expected))
-            expected[states.fork(source)] = expected[source]
+            expected |= dict.fromkeys(states.fork(source, chance.randrange(4)), expected[source])
         elif action == "rest" and running:
             states.rest(chance.choice(running))
         elif action == "resume" and resting and states.num_available:

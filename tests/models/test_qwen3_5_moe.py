@@ -100,7 +100,7 @@ def test_a_sibling_goes_on_from_a_copy_and_both_from_what_was_moved_out():
     states = rows.pool.states
     rows.forward([(0, prompt)])
     states.release(rows.states[1])
-    rows.states[1] = states.fork(rows.states[0])
+    (rows.states[1],) = states.fork(rows.states[0], 1)
     for source, target in rows.table.T.tolist():
         rows.pool.copy(source, target)
     rows.lengths[1] = rows.lengths[0]

@@ -130,21 +130,19 @@ class StatePool:
             part[:, slot] = 0
         return State(slot=slot, is_running=True)
 
-    def fork(self, state: State) -> State:
-        """Return a resting copy, in a free slot if there is one, otherwise in host memory.
+    def fork(self, state: State, count: int) -> list[State]:
+        """Return resting copies, in free slots as long as there are any, the others in host memory, where they share
+        their bytes.
 
         Args:
-            state: in a slot or not; siblings of one whose bytes are in host memory share them.
+            state: in a slot or not.
+            count: copies, at least 0.
         """
-        if state.slot is None:
-            return State(slot=None, is_running=False, saved=state.saved)
-        if not self._free:
-            return State(slot=None, is_running=False, saved=self._save(state.slot))
-        copy = State(slot=self._free.pop(), is_running=False)
-        for part in self._parts():
-            part[:, copy.slot] = part[:, state.slot]
-        self._resting[copy] = None
-        return copy
+        copies = [self._copy(state) for _ in range(0 if state.slot is None else min(count, len(self._free)))]
+        saved = state.saved
+        if len(copies) < count and state.slot is not None:
+            saved = self._save(state.slot)
+        return copies + [State(slot=None, is_running=False, saved=saved) for _ in range(count - len(copies))]
 
     def rest(self, state: State) -> None:
         """Stop running: the state may leave its slot now, with its bytes."""
@@ -171,6 +169,13 @@ class StatePool:
         if state.slot is not None:
             self._free.append(state.slot)
         state.slot, state.saved, state.is_running = None, None, False
+
+    def _copy(self, state: State) -> State:
+        copy = State(slot=self._free.pop(), is_running=False)
+        for part in self._parts():
+            part[:, copy.slot] = part[:, state.slot]
+        self._resting[copy] = None
+        return copy
 
     def _take_slot(self) -> int:
         if not self._free:

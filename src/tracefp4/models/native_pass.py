@@ -52,6 +52,9 @@ class NativePass:
         table: cosines and sines; the pass reads them as they are (`reserve`).
     """
 
+    ops: tuple[str, ...] = ("rms_norm", "rotary", "kv_append", "kv_attention", "route", "expert_layer")
+    """What a decode pass is made of, beside plain matrix products."""
+
     def __init__(
         self,
         sizes: Qwen3MoeSizes,

@@ -40,6 +40,11 @@ class Qwen35MoeSizes(Qwen3MoeSizes):
         return int(self.head_dim * self.rotated_share)
 
     @property
+    def state_layers(self) -> frozenset[int]:
+        """The gated delta layers."""
+        return self.delta_layers
+
+    @property
     def delta_width(self) -> int:
         """W, channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.delta_key_heads * self.delta_key_dim + self.delta_value_heads * self.delta_value_dim

@@ -46,6 +46,7 @@ class _Shared(NamedTuple):
 class Qwen35NativePass(NativePass):
     """The forward, over weights that are replaced in place; arguments as of `NativePass`."""
 
+    ops = ("rms_norm", "kv_append", "kv_attention", "gated_delta", "route", "expert_layer", "swiglu")
     _sizes: Qwen35MoeSizes
 
     def __init__(

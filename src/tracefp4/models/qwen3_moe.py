@@ -37,6 +37,7 @@ from tracefp4.guidance.record import Site, SiteKind
 from tracefp4.guidance.rounding import round_site, route_site
 from tracefp4.guidance.session import current
 from tracefp4.kvcache.pool import KVPool
+from tracefp4.kvcache.states import StatePool
 from tracefp4.models.batch import TokenBatch
 from tracefp4.models.native_pass import NativePass
 from tracefp4.models.qwen3_moe_config import Qwen3MoeSizes, read_sizes
@@ -98,6 +99,10 @@ class Qwen3MoeEngineModel:
 
     def _native_pass(self) -> NativePass:
         return NativePass(self.sizes, self.weights, precision=self.precision, table=self._rotary)
+
+    def new_states(self, num_slots: int, *, matrices: torch.dtype | None = None) -> StatePool | None:
+        """Return what layers without pages keep of so many sequences; None, as all layers have pages."""
+        return None
 
     def taps(self, sites: Collection[Site], *, routed_layers: Sequence[int]) -> Taps:
         """Return empty taps for one native pass. Raises: ConfigError as `Taps`."""

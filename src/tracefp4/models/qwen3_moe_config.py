@@ -59,6 +59,11 @@ class Qwen3MoeSizes:
         """Values of a head that are rotated, from its first one on."""
         return self.head_dim
 
+    @property
+    def state_layers(self) -> frozenset[int]:
+        """Layers that keep a state instead of K and V."""
+        return frozenset()
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the state dict, by name, with its shape; without `lm_head.weight` if it is tied."""
         found: dict[str, tuple[int, ...]] = {

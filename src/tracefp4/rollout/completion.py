@@ -121,9 +121,11 @@ class EngineStats:
     """KV pages given up because host memory was full."""
     positions_restored: int = 0
     """Positions whose K and V came back from recorded codes, bit for bit."""
+    states_swapped_out: int = 0
+    """States of layers without pages moved to host memory; they come back with the same bytes."""
     positions_recomputed: int = 0
-    """Positions whose K and V were computed again: their pages were lost and no record holds their codes, or an
-    update asked for it."""
+    """Positions that were computed again: their pages were lost and no record holds their codes, an update asked for
+    it, or a trajectory goes on in a model whose states are in no record."""
     positions_recoded: int = 0
     """Recomputed positions whose recorded K or V came out as other codes or scales."""
     graph_passes: int = 0
@@ -133,7 +135,8 @@ class EngineStats:
     ahead_passes: int = 0
     """Captured passes that were started before the tokens of the pass before them were booked."""
     dropped_passes: int = 0
-    """Passes started ahead whose draws were dropped, because something changed before they were taken."""
+    """Passes started ahead whose draws were dropped, because something changed before they were taken; a model with
+    states drops none, as they have moved on."""
     why_eager: str = ""
     """Why this engine captures no decode passes; empty if it does."""
     record_waits: int = 0

@@ -14,89 +14,46 @@ from typing import Any
 from torch import Tensor
 
 from tracefp4.errors import ConfigError
-from tracefp4.formats.precision import scheme_digest
 from tracefp4.formats.tensor import BlockTensor
-from tracefp4.kvcache import KVPool, PageAllocator
-from tracefp4.models.qwen3_moe import Qwen3MoeEngineModel
 from tracefp4.rollout.calls import CompletingCalls
 from tracefp4.rollout.completion import Completion, EngineStats, SamplingParams
-from tracefp4.rollout.graphs import DecodeGraphs, why_eager
 from tracefp4.rollout.jobs import Job, check_fits, check_job, extending_job
-from tracefp4.rollout.ledger import Ledger
 from tracefp4.rollout.options import EngineOptions
-from tracefp4.rollout.prefixes import build_prefixes
-from tracefp4.rollout.recorder import build_recorder
+from tracefp4.rollout.parts import build_parts
 from tracefp4.rollout.releasing import release_pool
-from tracefp4.rollout.residence import build_residence
-from tracefp4.rollout.ring import NUM_SLOTS, RecordRing
-from tracefp4.rollout.rows import build_rows
-from tracefp4.rollout.runner import Computed, Runner
-from tracefp4.rollout.scheduler import Scheduler
+from tracefp4.rollout.runner import Computed
 from tracefp4.rollout.sequence import Sequence
-from tracefp4.rollout.sizing import cache_shape
 
 
 @dataclass(eq=False)
 class LocalEngine(EngineOptions, CompletingCalls):
-    """Generates completions of a Qwen3-MoE model, in this process.
+    """Generates completions of a Qwen3-MoE, OLMoE or Qwen3.5-MoE model, in this process.
 
     Raises: ConfigError for a config, state dict, plan or size that does not fit.
     """
 
     config: InitVar[Any]
-    """transformers Qwen3MoeConfig."""
+    """transformers config of the model (`models.build_engine_model`)."""
     state: InitVar[Mapping[str, Tensor | BlockTensor]]
-    """State dict of transformers' Qwen3MoeForCausalLM, names as in memory; copied. Matrices may be BlockTensors."""
+    """State dict of transformers' model of that config, names as in memory; copied. Matrices may be BlockTensors."""
     _: KW_ONLY
     weight_version: int = 0
     """Version of the weights in use; changes only through `update_weights`."""
 
     def __post_init__(self, config: Any, state: Mapping[str, Tensor | BlockTensor]) -> None:
         self.check_limits()
-        self._model = Qwen3MoeEngineModel(config, state, precision=self.precision, arithmetic=self.arithmetic)
-        device = self._model.device
-        self._recorder = build_recorder(
-            self.records,
-            sizes=self._model.sizes,
-            precision=self.precision,
-            plan_digest=self.plan_digest,
-            ring=RecordRing(device, num_slots=NUM_SLOTS, slot_tokens=self.max_batch),
-        )
-        shape, length = cache_shape(
-            self, self._model, recorder=self._recorder, max_positions=config.max_position_embeddings
-        )
-        self.num_pages = shape.num_pages
-        self.pool = KVPool(shape, precision=self.precision, arithmetic=self.arithmetic, device=device)
-        self._allocator = PageAllocator(
-            shape.num_pages, save=self.pool.save, load=self.pool.load, max_saved=self.max_swapped_pages
-        )
-        self._prefixes = build_prefixes(
-            self.prefix_cache,
-            self._allocator,
-            shape=shape,
-            rules=(self.plan_digest, scheme_digest(self.precision)),
-            weight_version=self.weight_version,
-        )
-        rows = build_rows(shape, max_batch=self.max_batch, max_length=length, device=device)
-        why_not = why_eager(self._model, is_wanted=self.graphs)
-        self._graphs = None if why_not else DecodeGraphs(self._model, self.pool, rows, self._recorder)
-        self._runner = Runner(self._model, self.pool, rows=rows, recorder=self._recorder, graphs=self._graphs)
-        self._residence = build_residence(
-            self._allocator, pool=self.pool, recorder=self._recorder, prefixes=self._prefixes
-        )
-        self._scheduler = Scheduler(
-            self._residence, rows=rows, max_tokens_per_step=self.max_tokens_per_step, decode=self.decode
-        )
-        self._ledger = Ledger(
-            self._scheduler, recorder=self._recorder, prefixes=self._prefixes, max_log_rows=self.max_log_rows
-        )
+        parts = build_parts(self, config, state, weight_version=self.weight_version)
+        self.pool, self.num_pages = parts.pool, parts.pool.shape.num_pages
+        self._model, self._runner, self._graphs = parts.model, parts.runner, parts.graphs
+        self._allocator, self._residence, self._prefixes = parts.allocator, parts.residence, parts.prefixes
+        self._scheduler, self._ledger, self._recorder = parts.scheduler, parts.ledger, parts.recorder
         if self._graphs is not None and self.captures_at_start:
             self._graphs.capture_all()
-        self._max_length = length
+        self._max_length = parts.max_length
         self._num_requests = 0
         self._is_paused = False
         self._ahead: Computed | None = None
-        self._stats = EngineStats(why_eager=why_not)
+        self._stats = EngineStats(why_eager=parts.why_eager)
 
     @property
     def stats(self) -> EngineStats:
@@ -149,6 +106,10 @@ class LocalEngine(EngineOptions, CompletingCalls):
         started = time.perf_counter()
         self.pool.make_again()
         computed = self._ahead or self._runner.run(self._scheduler.schedule())
+        return self._book(computed, started, goes_on=True)
+
+    def _book(self, computed: Computed, started: float, *, goes_on: bool) -> list[Sequence]:
+        """Take what a pass has drawn, and start the next one where `goes_on` and it may be started already."""
         self._ahead = None
         # the device computes meanwhile
         draws = self._scheduler.advance(
@@ -158,7 +119,7 @@ class LocalEngine(EngineOptions, CompletingCalls):
             chunk_log=computed.chunk_log,
         )
         token_ids, logprobs = self._runner.draw(computed, draws)
-        may_go_on = self._scheduler.write(token_ids) and self._runner.captures and not self._ledger.is_long
+        may_go_on = self._scheduler.write(token_ids) and goes_on and self._may_run_ahead
         try:
             if may_go_on and self._scheduler.place():
                 self._ahead = self._runner.run([])
@@ -234,9 +195,16 @@ class LocalEngine(EngineOptions, CompletingCalls):
         if recompute:
             self._scheduler.flush()
 
+    @property
+    def _may_run_ahead(self) -> bool:
+        return self._runner.captures and not self._ledger.is_long
+
     def _settle(self) -> None:
-        """Drop a pass started ahead, before what it reads is changed; the next step computes its positions again."""
-        if self._ahead is not None:
+        """Drop a pass started ahead, before what it reads is changed; the next step computes its positions again.
+        States have moved on with it, so that with these it counts."""
+        if self._ahead is not None and self.pool.states is not None:
+            self._book(self._ahead, time.perf_counter(), goes_on=False)
+        elif self._ahead is not None:
             self._ahead = None
             self._stats = replace(self._stats, dropped_passes=self._stats.dropped_passes + 1)
             self._runner.wait()

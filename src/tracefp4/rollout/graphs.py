@@ -38,8 +38,6 @@ class Outputs:
     """What was recorded; None if nothing is."""
 
 
-_OPS = ("rms_norm", "rotary", "kv_append", "kv_attention", "route", "expert_layer", "sample")
-"""What a captured pass is made of, beside plain matrix products."""
 Body = Callable[[], Outputs]
 """A pass that asks the host nothing."""
 Capture = Callable[[Body], tuple[Callable[[], None], Outputs]]
@@ -171,5 +169,5 @@ def why_eager(model: Qwen3MoeEngineModel, *, is_wanted: bool) -> str:
         return f"{model.arithmetic.name} arithmetic is computed by the definition, which asks the host"
     if model.device.type != "cuda":
         return f"{model.device.type} has no graphs"
-    missing = [op for op in _OPS if choose(op, model.device) is not Backend.CUDA]
+    missing = [op for op in (*model.native.ops, "sample") if choose(op, model.device) is not Backend.CUDA]
     return f"there are no kernels here for {', '.join(missing)}" if missing else ""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import Arithmetic
 from tracefp4.formats.precision import LayerPrecision
 from tracefp4.guidance.record import Site
 from tracefp4.rollout.stopping import Decode
+
+StateDtype = Literal["auto", "float32", "bfloat16"]
+"""How an engine stores what layers without pages remember."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,6 +40,9 @@ class EngineOptions:
     max_position_embeddings."""
     page_size: int = 16
     """Positions per page."""
+    state_dtype: StateDtype = "auto"
+    """How matrices of gated delta layers are stored: "bfloat16" halves the bytes that a decode step moves, "auto" is as
+    wide as the layer is computed (float32, or float64 in float64 arithmetic). Only for models that have such layers."""
     records: bool | tuple[Site, ...] = True
     """Sites to record, beside the routing of every layer; True: x, k and v wherever they are quantized;
     False: nothing."""
@@ -64,6 +71,11 @@ class EngineOptions:
                 f"Engine limits out of range; got max_batch {self.max_batch} and max_tokens_per_step "
                 f"{self.max_tokens_per_step}. max_batch is at least 1 and at most max_tokens_per_step. Raise "
                 "max_tokens_per_step."
+            )
+        if self.state_dtype not in get_args(StateDtype):
+            raise ConfigError(
+                f"States cannot be stored like that; got state_dtype {self.state_dtype!r}. Allowed are "
+                f"{', '.join(get_args(StateDtype))}. Correct state_dtype."
             )
         if not 0 < self.memory_share <= 1:
             raise ConfigError(

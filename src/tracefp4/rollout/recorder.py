@@ -88,9 +88,9 @@ class Recorder:
         self._routed_layers = tuple(
             layer for layer in range(sizes.num_layers) if layer not in sizes.dense_layers
         )
-        cached = {Site(kind, layer) for kind in CACHED for layer in range(sizes.num_layers)}
-        self.keeps_cache = cached <= set(sites)
-        """True if K and V of every layer are recorded, so that pages can be written from records."""
+        paged = [layer for layer in range(sizes.num_layers) if layer not in sizes.state_layers]
+        self.keeps_cache = {Site(kind, layer) for kind in CACHED for layer in paged} <= set(sites)
+        """True if K and V of every layer that has them are recorded, so that pages can be written from records."""
         self.ring = ring
         """On its way to the log."""
         self._log = self._new_log()

@@ -10,6 +10,9 @@ A flush is something else: after an update of the weights, K and V of every posi
 Later tokens read the new ones, so the record's K and V become the new ones; its expert inputs and routing stay those of
 the passes whose logits were sampled from, with their versions.
 
+A state (`kvcache.states`) is there or is made again from the first position: no record holds it. Where the record gives
+K and V, these are written first, and computing the positions again moves the state alone.
+
 This file counts frames and moves sequences; it chooses no order among them (that is the scheduler's work).
 """
 
@@ -21,6 +24,7 @@ from typing import Any
 from tracefp4.guidance.record import Record
 from tracefp4.kvcache.pages import Page, PageAllocator
 from tracefp4.kvcache.pool import KVPool
+from tracefp4.kvcache.states import State, StatePool
 from tracefp4.kvcache.tables import PageTable
 from tracefp4.rollout.prefixes import Entry, PrefixCache
 from tracefp4.rollout.recorder import Recorder
@@ -39,6 +43,7 @@ class Residence:
         recorder: knows what the record holds; None: nothing is recorded.
         restorer: puts recorded codes into frames.
         prefixes: the prefix cache; None: there is none.
+        states: of the layers without pages; as many slots as sequences run. None: all layers have pages.
     """
 
     def __init__(
@@ -50,7 +55,9 @@ class Residence:
         recorder: Recorder | None,
         restorer: Restorer,
         prefixes: PrefixCache | None,
+        states: StatePool | None,
     ) -> None:
+        assert prefixes is None or states is None, "no page of a prompt has a state"
         self.page_size = page_size
         self.prefixes = prefixes
         self.new_table = new_table
@@ -63,6 +70,7 @@ class Residence:
         self._allocator = allocator
         self._recorder = recorder
         self._restorer = restorer
+        self._states = states
 
     @property
     def num_available(self) -> int:
@@ -86,6 +94,7 @@ class Residence:
             "peak_pages": self._allocator.peak_pages,
             "pages_swapped_out": self._allocator.num_swapped_out,
             "pages_lost": self._allocator.num_lost,
+            "states_swapped_out": 0 if self._states is None else self._states.num_swapped_out,
             "positions_restored": self.num_restored,
             "positions_recomputed": self.num_recomputed,
             "positions_recoded": self.num_recoded,
@@ -108,7 +117,7 @@ class Residence:
         resumed = table.num_frames_to_adopt(table.pages[:kept])
         if kept < len(table.pages):
             return resumed + self.num_pages(end) - kept
-        return resumed + table.num_frames_to_write(sequence.num_cached, end)
+        return resumed + table.num_frames_to_write(sequence.num_stored, end)
 
     def enter(self, sequence: Running) -> None:
         """Make a waiting sequence's pages resident, with room for all of its tokens."""
@@ -118,11 +127,32 @@ class Residence:
             if kept < len(table.pages):
                 table.truncate(kept)
                 sequence.lose(kept * self.page_size)
+                self._drop_state(sequence)
             self._restore(sequence, table.resume())
         else:
             self._adopt(sequence, self._hits(sequence))
             self._begin_earlier(sequence)
-        table.prepare_write(sequence.num_cached, len(sequence.ids))
+        table.prepare_write(sequence.num_stored, len(sequence.ids))
+        self._enter_state(sequence)
+
+    def fork(self, sequence: Running) -> list[Running]:
+        """Return a sequence's siblings, one for every further sample; they share its pages, and none runs."""
+        count = sequence.request.params.n - 1
+        states: list[State | None] = [None] * count
+        if self._states is not None and sequence.state is not None:
+            states = list(self._states.fork(sequence.state, count))
+        return [sequence.fork(i, state=state) for i, state in enumerate(states, start=1)]
+
+    def rest(self, sequence: Running) -> None:
+        """Let a running sequence rest: pages and state may leave the device now, with their bytes."""
+        sequence.table.rest()
+        if self._states is not None and sequence.state is not None:
+            self._states.rest(sequence.state)
+
+    def release(self, sequence: Running) -> None:
+        """Give everything up that a sequence has, running or not."""
+        sequence.table.release()
+        self._drop_state(sequence)
 
     def advance(self, sequence: Running, count: int, *, version: int, first_log_row: int | None) -> None:
         """Note that the next `count` positions of a sequence were computed, some of them perhaps again."""
@@ -149,7 +179,7 @@ class Residence:
 
     def flush(self, sequence: Running) -> None:
         """Forget all pages of a waiting sequence; its computed positions will be computed again."""
-        sequence.table.release()
+        self.release(sequence)
         sequence.table = self.new_table()
         sequence.num_cached = 0
         sequence.rebuild = Rebuild(begin=0, replaces=True) if sequence.num_computed else None
@@ -181,13 +211,17 @@ class Residence:
         sequence.num_cached = sequence.num_computed
 
     def _begin_earlier(self, sequence: Running) -> None:
-        """Write or start to compute K and V of the positions that an earlier turn has computed."""
+        """Write or start to compute K and V of the positions that an earlier turn has computed; a state is in no record
+        and is made again by computing all of them."""
         if sequence.num_cached == sequence.num_computed or sequence.rebuild is not None:
             return
         if sequence.request.recomputes or not self._can_restore(sequence):
             sequence.rebuild = Rebuild(begin=0, replaces=sequence.request.recomputes)
             return
-        sequence.num_cached = sequence.num_computed
+        if self._states is None:
+            sequence.num_cached = sequence.num_computed
+        else:
+            sequence.rebuild = Rebuild(begin=0, replaces=False, is_of_state=True)
         record = self._record(sequence)
         shared = self._pages_that_hold(sequence, record)
         begin = len(shared) * self.page_size
@@ -220,18 +254,19 @@ class Residence:
     def _num_kept(self, sequence: Running) -> int:
         """Pages of a waiting sequence that it can have back as they were; those after them are computed again."""
         lost = sequence.table.first_lost()
-        is_empty = lost is None or lost * self.page_size >= sequence.num_cached
+        is_empty = lost is None or lost * self.page_size >= sequence.num_stored
         if lost is None or is_empty or self._can_restore(sequence):
             return len(sequence.table.pages)
-        return lost
+        return lost if self._states is None else 0  # a state is never that of an earlier position
 
     def _can_restore(self, sequence: Running) -> bool:
         keeps = self._recorder is not None and self._recorder.keeps_cache
-        return keeps and sequence.follows and sequence.rebuild is None
+        is_recorded = sequence.rebuild is None or sequence.rebuild.is_of_state
+        return keeps and sequence.follows and is_recorded
 
     def _restore(self, sequence: Running, lost: Sequence[int]) -> None:
         """Write the pages that `resume` named from the record's codes."""
-        size, end = self.page_size, sequence.num_cached
+        size, end = self.page_size, sequence.num_stored
         positions = [p for index in lost for p in range(index * size, min((index + 1) * size, end))]
         if positions:
             self._write(sequence, self._record(sequence), positions)
@@ -253,7 +288,7 @@ class Residence:
         rebuild = sequence.rebuild
         assert rebuild is not None
         changed = 0
-        if self._recorder is not None:
+        if self._recorder is not None and not rebuild.is_of_state:
             changed = self._recorder.rebuilt_differently(sequence)
         self.num_recoded += changed
         if rebuild.replaces:
@@ -262,6 +297,20 @@ class Residence:
         elif changed:
             sequence.follows = False
         sequence.rebuild = None
+
+    def _enter_state(self, sequence: Running) -> None:
+        """Bring the state of a sequence into a slot: that of no positions, or the one that it had."""
+        if self._states is None:
+            return
+        if sequence.state is None:
+            sequence.state = self._states.begin()
+        else:
+            self._states.resume(sequence.state)
+
+    def _drop_state(self, sequence: Running) -> None:
+        if self._states is not None and sequence.state is not None:
+            self._states.release(sequence.state)
+            sequence.state = None
 
     def _offer(self, sequence: Running, index: int) -> None:
         """Offer a page to the prefix cache if every position was computed once, under this log."""
@@ -296,4 +345,5 @@ def build_residence(
         recorder=recorder,
         restorer=Restorer(pool),
         prefixes=prefixes,
+        states=pool.states,
     )

@@ -24,7 +24,7 @@ class Restorer:
     """Moves K and V from records, with whole codes of every layer, to the pages of a pool.
 
     Args:
-        pool: its layers hold FP4 wherever a method is called.
+        pool: its layers hold FP4 wherever a method is called, but for those that keep a state.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -73,6 +73,8 @@ class Restorer:
     def _parts(self, record: Record) -> Iterator[tuple[QuantizedPages, SiteRecord]]:
         """Every layer's pages of K and of V, with what the record has of them."""
         for layer, pages in enumerate(self._pool.layers):
+            if self._pool.states is not None and layer in self._pool.states.layers:
+                continue
             found: tuple[tuple[SiteKind, Pages], ...] = (
                 ("k", pages.keys),
                 ("v", pages.values),

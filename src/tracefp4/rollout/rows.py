@@ -21,11 +21,11 @@ from tracefp4.models.batch import Segment, TokenBatch
 from tracefp4.ops.sample import Draws
 from tracefp4.rollout.sequence import Sequence
 
-TOKEN, POSITION, SLOT, KEY, TEMPERATURE, TOP_K, TOP_P, FORCED = range(8)
-NUM_COLUMNS = 8
+TOKEN, POSITION, SLOT, STATE, KEY, TEMPERATURE, TOP_K, TOP_P, FORCED = range(9)
+NUM_COLUMNS = 9
 """Columns before the page table. All are 64 bits wide; TEMPERATURE and TOP_P hold the bits of a float64."""
 NO_SLOT = -1
-"""Slot of a row that stores nothing."""
+"""Slot of a row that stores nothing, and of one that has no state."""
 
 
 class DecodeRows:
@@ -84,7 +84,7 @@ class DecodeRows:
         self._joined.append(sequence)
         numbers, frames = self._numbers[row], sequence.table.frames
         numbers[TOKEN], numbers[POSITION] = sequence.ids[-1], sequence.num_cached
-        numbers[KEY], numbers[TOP_K] = sequence.noise_key, params.top_k
+        numbers[STATE], numbers[KEY], numbers[TOP_K] = sequence.state_slot, sequence.noise_key, params.top_k
         self._floats[row, TEMPERATURE], self._floats[row, TOP_P] = params.temperature, params.top_p
         self._pages[row, : len(frames)] = frames
         self._set_forced(sequence)
@@ -172,7 +172,7 @@ class DecodeRows:
 
     def _padding(self) -> Tensor:
         row = torch.zeros_like(self.buffer[0], device="cpu")
-        row[SLOT], row[FORCED] = NO_SLOT, -1
+        row[SLOT], row[STATE], row[FORCED] = NO_SLOT, NO_SLOT, -1
         row.view(torch.float64)[TOP_P] = 1.0
         row[NUM_COLUMNS:] = self._null_frame
         return row
@@ -193,7 +193,12 @@ def batch_of(columns: Tensor, page_table: Tensor) -> TokenBatch:
     """
     count = columns.shape[1]
     segment = Segment(
-        begin=0, end=count, page_table=page_table, positions=columns[POSITION][:, None], places=None
+        begin=0,
+        end=count,
+        page_table=page_table,
+        positions=columns[POSITION][:, None],
+        places=None,
+        state_slots=columns[STATE],
     )
     return TokenBatch(
         token_ids=columns[TOKEN],

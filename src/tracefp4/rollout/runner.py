@@ -21,7 +21,7 @@ from tracefp4.ops.sample import Sampled, draw, sample
 from tracefp4.rollout.completion import DecodePass
 from tracefp4.rollout.graphs import DecodeGraphs
 from tracefp4.rollout.recorder import Recorder
-from tracefp4.rollout.rows import DecodeRows
+from tracefp4.rollout.rows import NO_SLOT, DecodeRows
 from tracefp4.rollout.sampler import columns, joined
 from tracefp4.rollout.sequence import Draw, Work
 
@@ -198,8 +198,14 @@ def _segment(works: list[Work], *, begin: int, pool: KVPool) -> tuple[Segment, T
     frames = [work.sequence.table.frames[:num_pages] for work in works]
     page_table = _host([row + [pool.null_frame] * (num_pages - len(row)) for row in frames])
     slots = page_table.gather(1, positions // page_size) * page_size + positions % page_size
+    slots = slots.masked_fill(positions < _host([work.stores_from for work in works])[:, None], NO_SLOT)
     segment = Segment(
-        begin=begin, end=begin + int(counts.sum()), page_table=page_table, positions=positions, places=places
+        begin=begin,
+        end=begin + int(counts.sum()),
+        page_table=page_table,
+        positions=positions,
+        places=places,
+        state_slots=_host([work.sequence.state_slot for work in works]),
     )
     return segment, segment.flatten(slots)
 

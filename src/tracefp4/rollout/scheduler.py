@@ -173,12 +173,12 @@ class Scheduler:
         """Let every running sequence rest; it keeps its age and comes back with the same pages."""
         self.rows.clear()
         for sequence in self.running:
-            sequence.table.rest()
+            self._residence.rest(sequence)
             insort(self.waiting, sequence, key=BY_AGE)
         self.running = []
 
     def flush(self) -> None:
-        """Forget the pages of every sequence; K and V of its positions are computed again when it runs."""
+        """Forget what every sequence has; its positions are computed again when it runs."""
         self.pause()
         for sequence in self.waiting:
             self._residence.flush(sequence)
@@ -203,7 +203,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.rows.leave(sequence)
-        sequence.table.rest()
+        self._residence.rest(sequence)
         insort(self.waiting, sequence, key=BY_AGE)
         self.num_preemptions += 1
 
@@ -232,14 +232,14 @@ class Scheduler:
         for sequence in self.running if len(self.rows) < len(self.running) else ():  # else everybody decodes
             count = min(sequence.num_uncached, budget)
             if count and not sequence.is_decoding:
-                start = sequence.num_cached
-                sequence.table.prepare_write(start, start + count)
-                works.append(Work(sequence=sequence, start=start, count=count))
+                work = Work(sequence=sequence, start=sequence.num_cached, count=count)
+                sequence.table.prepare_write(work.stores_from, work.start + count)
+                works.append(work)
                 budget -= count
         return works
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
-        siblings = [sequence.fork(i) for i in range(1, sequence.request.params.n)]
+        siblings = self._residence.fork(sequence)
         self.waiting = sorted(self.waiting + siblings, key=BY_AGE)
         return siblings
 
@@ -247,4 +247,4 @@ class Scheduler:
         self.rows.leave(sequence)
         queue = self.running if sequence in self.running else self.waiting
         queue.remove(sequence)
-        sequence.table.release()
+        self._residence.release(sequence)

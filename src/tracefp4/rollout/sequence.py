@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from tracefp4.guidance.record import Record
+from tracefp4.kvcache.states import State
 from tracefp4.kvcache.tables import PageTable
 from tracefp4.rollout.completion import Completion, FinishReason, SamplingParams
 from tracefp4.rollout.history import History
@@ -63,6 +64,8 @@ class Rebuild:
     replaces: bool
     """True: the new K and V are those of the record from now on (other weights, on purpose). False: they should be
     the recorded ones, and later tokens are not followed if they are not."""
+    is_of_state: bool = False
+    """True: the pages hold the recorded K and V already, which nobody writes; the state alone is made again."""
     rows: list[int] = field(default_factory=list)
     """Log rows of the positions begin, begin + 1, ... done so far; empty when the engine does not record."""
 
@@ -82,6 +85,8 @@ class Sequence:
     """Given and sampled tokens."""
     num_given: int
     """Tokens of `ids` that were given; the rest was sampled."""
+    state: State | None = None
+    """What layers without pages remember of the cached positions; None before it runs, or if all layers have pages."""
     num_computed: int = 0
     """Positions that have been computed; at least one token is always left to compute."""
     num_cached: int = 0
@@ -122,6 +127,17 @@ class Sequence:
         return self.ids[self.num_given - self.num_carried :]
 
     @property
+    def state_slot(self) -> int:
+        """Where its state is while it runs; negative if it has none."""
+        return -1 if self.state is None or self.state.slot is None else self.state.slot
+
+    @property
+    def num_stored(self) -> int:
+        """Positions whose K and V are in pages; more than num_cached while a state alone is made again."""
+        is_of_state = self.rebuild is not None and self.rebuild.is_of_state
+        return self.num_computed if is_of_state else self.num_cached
+
+    @property
     def forced_token(self) -> int | None:
         """Token that must come next; None when it is drawn."""
         forced = self.request.forced
@@ -137,7 +153,7 @@ class Sequence:
         """Tokens that the next passes must compute before anything can be drawn; 1 while decoding."""
         return len(self.ids) - self.num_cached
 
-    def fork(self, sample_index: int) -> Sequence:
+    def fork(self, sample_index: int, *, state: State | None) -> Sequence:
         """Return a sibling with the same computed prompt, sharing its pages; it is not running."""
         return Sequence(
             request=self.request,
@@ -145,6 +161,7 @@ class Sequence:
             table=self.table.fork(),
             ids=self.ids[: self.num_given],
             num_given=self.num_given,
+            state=state,
             num_computed=self.num_computed,
             num_cached=self.num_cached,
             versions=list(self.versions),
@@ -265,6 +282,11 @@ class Work:
     def token_ids(self) -> Tokens[int]:
         """The tokens."""
         return self.sequence.ids[self.start : self.start + self.count]
+
+    @property
+    def stores_from(self) -> int:
+        """First position whose K and V are written; those before it are in the pages."""
+        return max(self.start, self.sequence.num_stored)
 
     @property
     def num_given_computed(self) -> int:

@@ -1,4 +1,4 @@
-"""How many pages a pool gets, and how many of them one sequence may have.
+"""How many pages and states a pool gets, and how many pages one sequence may have.
 
 Where nobody gives a number, a GPU is filled: the largest passes are run once over padding, which stores nothing, and
 what they needed beside the weights is left free. Nothing here runs again once the engine is made.
@@ -15,6 +15,7 @@ import torch
 
 from tracefp4.errors import ConfigError
 from tracefp4.kvcache import CacheShape, KVPool
+from tracefp4.kvcache.states import StatePool
 from tracefp4.models.batch import Segment, TokenBatch
 from tracefp4.models.qwen3_moe import Qwen3MoeEngineModel
 from tracefp4.models.taps import StackedTaps
@@ -36,10 +37,31 @@ class Room(NamedTuple):
     """What passes will take beside the pages."""
 
 
+def states_of(options: EngineOptions, model: Qwen3MoeEngineModel) -> StatePool | None:
+    """Return the states of an engine, one for every sequence that runs; None where all layers have pages.
+
+    Raises: ConfigError for a prefix cache where there are states, or a `state_dtype` where there are none.
+    """
+    matrices = None if options.state_dtype == "auto" else getattr(torch, options.state_dtype)
+    states = model.new_states(options.max_batch, matrices=matrices)
+    if states is None and matrices is not None:
+        raise ConfigError(
+            f"This model has no layers that keep a state; got state_dtype {options.state_dtype!r}. Only 'auto' is "
+            "allowed. Leave state_dtype out."
+        )
+    if states is not None and options.prefix_cache:
+        raise ConfigError(
+            "Prompts cannot be cached page by page in a model whose layers keep a state of all positions so far; got "
+            "prefix_cache True. Only False is allowed. Samples of one prompt share it all the same; leave it out."
+        )
+    return states
+
+
 def cache_shape(
     options: EngineOptions,
     model: Qwen3MoeEngineModel,
     *,
+    states: StatePool | None,
     recorder: Recorder | None,
     max_positions: int,
 ) -> tuple[CacheShape, int]:
@@ -48,6 +70,7 @@ def cache_shape(
     Args:
         options: of the engine.
         model: with its weights in place.
+        states: of the engine, in place likewise.
         recorder: of the engine; what passes record takes memory, too.
         max_positions: limit of the model.
 
@@ -64,7 +87,13 @@ def cache_shape(
             f"The engine cannot size its pool on {model.device.type} in {model.arithmetic.name} arithmetic; got "
             "num_pages None. It measures passes of bf16 storage on a GPU alone. Give num_pages."
         )
-    pool = KVPool(shape, precision=options.precision, arithmetic=options.arithmetic, device=model.device)
+    pool = KVPool(
+        shape,
+        precision=options.precision,
+        arithmetic=options.arithmetic,
+        device=model.device,
+        states=states,
+    )
     room = _measured(options, model, pool, recorder=recorder, length=length)
     needed = -(-length // options.page_size) if options.max_length else 1
     return replace(shape, num_pages=pages_in(room, pool.page_bytes, options=options, needed=needed)), length
@@ -153,7 +182,17 @@ def _padded_chunks(options: EngineOptions, length: int, pool: KVPool) -> TokenBa
     positions = torch.arange(width, device=device).expand(count, width).contiguous()
     pages = -(-length // options.page_size)
     table = torch.full((count, pages), pool.null_frame, dtype=torch.int64, device=device)
-    segment = Segment(begin=0, end=count * width, page_table=table, positions=positions, places=None)
+    state_slots = None  # those of nobody, while no sequence runs
+    if pool.states is not None:
+        state_slots = torch.arange(count, device=device) % pool.states.shape.num_slots
+    segment = Segment(
+        begin=0,
+        end=count * width,
+        page_table=table,
+        positions=positions,
+        places=None,
+        state_slots=state_slots,
+    )
     return TokenBatch(
         token_ids=torch.zeros(count * width, dtype=torch.int64, device=device),
         positions=positions.flatten(),
