@@ -1,17 +1,23 @@
-"""Options of the engine in a recipe: stop texts, the prefix cache and a bound on swapped pages, through whole runs."""
+"""Options of the engine in a recipe: stop texts, the prefix cache, a bound on swapped pages and the memory of the pool,
+through whole runs."""
 
 import json
 
 import pytest
-from tests.rl.tiny_runs import make_config
+from tests.rl.tiny_runs import make_config, metrics_of
 
 from tracefp4.errors import ConfigError
+from tracefp4.rl import loop
 from tracefp4.rl.config import RolloutConfig
 from tracefp4.rl.loop import train
 from tracefp4.rl.opening import open_run
+from tracefp4.rl.rollouts import RolloutMaker
 from tracefp4.rl.rundir import RunDirectory
 from tracefp4.rl.sync import reader
-from tracefp4.rl.update import evaluation_params, sampling_params
+from tracefp4.rl.update import Updater, evaluation_params, sampling_params
+
+TIMES = ("rollout_seconds", "rollout_tokens_per_s", "train_seconds")
+TRAINED = {"task__reward": "tests.rl.tiny_runs:share_plain"}
 
 
 def open_tiny(tiny, path, **changes):
@@ -73,3 +79,60 @@ def test_the_resolved_config_holds_them(tiny, tmp_path):
     train(make_config(*tiny, tmp_path / "run", rollout__stop=("#",), train__steps=1))
     written = json.loads((tmp_path / "run" / "config.json").read_text())["rollout"]
     assert (written["stop"], written["prefix_cache"], written["max_swapped_pages"]) == (["#"], False, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"rollout__prefix_cache": True}, {"rollout__partial_groups": 1, "train__max_version_diff": 2}],
+    ids=str,
+)
+def test_a_pool_that_is_given_back_changes_no_weight_and_no_metric(tiny, tmp_path, monkeypatch, changes):
+    held, updates = [], []
+    update, make = Updater.update, RolloutMaker.make
+    engines = []
+
+    def made(self, *args, **options):
+        engines[:] = [self.engine]
+        return make(self, *args, **options)
+
+    def updated(self, *args, **options):
+        held.append(engines[0].pool.num_bytes)
+        return update(self, *args, **options)
+
+    monkeypatch.setattr(RolloutMaker, "make", made)
+    monkeypatch.setattr(Updater, "update", updated)
+    found = {}
+    for keeps in (True, False):
+        path = tmp_path / str(keeps)
+        config = make_config(*tiny, path, **changes, **TRAINED, rollout__keep_pool=keeps)
+        manifest = train(config)
+        kept = [{k: v for k, v in row.items() if k not in TIMES} for row in metrics_of(config)]
+        found[keeps] = (manifest["final"]["weights_hash"], kept)
+        assert kept[-1]["optimizer_steps"] > 1
+        updates.append((len(held), sum(size > 0 for size in held)))
+        held.clear()
+    assert found[True] == found[False]
+    assert updates == [(updates[0][0], updates[0][0]), (updates[0][0], 0)] and updates[0][0] > 0
+
+
+def test_a_run_goes_on_with_the_pool_kept_or_not(tiny, tmp_path):
+    whole = train(make_config(*tiny, tmp_path / "whole", **TRAINED))
+    train(make_config(*tiny, tmp_path / "cut", **TRAINED, train__steps=1))
+    manifest = train(make_config(*tiny, tmp_path / "cut", **TRAINED, rollout__keep_pool=False), resume=True)
+    assert manifest["final"]["weights_hash"] == whole["final"]["weights_hash"]
+
+
+def test_the_memory_of_an_evaluation_and_of_an_engine_that_waits_is_free(tiny, tmp_path, monkeypatch):
+    seen = []
+    build = loop.build_engine
+    monkeypatch.setattr(loop, "build_engine", lambda *a, **o: seen.append(build(*a, **o)) or seen[-1])
+    run = open_tiny(tiny, tmp_path / "run", rollout__keep_pool=False, run__eval_items=2)
+    assert run.engine.pool.num_bytes > 0
+    run.rest_engine()
+    assert run.engine.pool.num_bytes == 0
+    loop.evaluate_run(run)
+    (engine,) = seen
+    assert engine.pool.num_bytes == 0
+    kept = open_tiny(tiny, tmp_path / "kept")
+    kept.rest_engine()
+    assert kept.engine.pool.num_bytes > 0

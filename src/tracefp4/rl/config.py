@@ -134,6 +134,10 @@ class RolloutConfig:
     prompts."""
     max_swapped_pages: int | None = None
     """Most KV pages that may wait in host memory; pages beyond come back from recorded codes. Absent: no limit."""
+    keep_pool: bool = True
+    """Whether the engine keeps the memory of its pages while the trainer works. False: it is the trainer's between two
+    rollouts, as in vLLM's sleep mode, and the next rollout makes the pages and captures its decode passes again, which
+    takes time. True is the default, as there: num_pages says what is taken, for the whole run. Results are the same."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -63,6 +63,7 @@ def train(
         run = open_run(config, directory, resume=resume, on_event=on_event)
     writer = MetricWriter(config, directory, on_step=on_step, first_step=run.step)
     maker = _maker(run)
+    run.rest_engine()
     try:
         with _interrupts() as interrupted:
             for _ in _steps(run, maker, writer, interrupted, pace):
@@ -122,6 +123,7 @@ def _step(
         step=run.step,
         num_references=settings.agreement_samples if is_measured else 0,
     )
+    run.rest_engine()
     metrics: dict[str, Any] = {"step": run.step, **rollout.metrics}
     if rollout.references:
         metrics |= _agreement(run, rollout.references)
@@ -174,7 +176,7 @@ def evaluate_run(run: Run) -> Evaluation:
         records=False,
         options=EngineOptions(decode=reader(run.policy.tokenizer)),
     )
-    return evaluate_task(
+    found = evaluate_task(
         config.task,
         engine,
         tokenizer=run.policy.tokenizer,
@@ -182,6 +184,8 @@ def evaluate_run(run: Run) -> Evaluation:
         params=evaluation_params(config, run.policy.defaults),
         num_items=config.run.eval_items,
     )
+    engine.release_pool()  # now, not when Python collects its cycles
+    return found
 
 
 def _evaluate_once(run: Run, pace: Pace, on_event: Callable[[str], None]) -> None:

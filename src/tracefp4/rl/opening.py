@@ -291,9 +291,9 @@ def _check_settings(started_with: str, before: Mapping[str, Any], config: RunCon
         # Settings of the same values under another digest: a version that counts others.
         found = "; ".join(changes) or f"config digest {started_with}, now {config_digest(config)}"
         raise ConfigError(
-            f"--resume: the run was started with other settings: {found}. Only train.steps, train.transmission_*, "
-            "train.agreement_*, train.saturation_alarm, [records] and [run] without run.eval_items may change; start a "
-            "new run for the rest."
+            f"--resume: the run was started with other settings: {found}. Only rollout.keep_pool, train.steps, "
+            "train.transmission_*, train.agreement_*, train.saturation_alarm, [records] and [run] without "
+            "run.eval_items may change; start a new run for the rest."
         )
 
 

@@ -66,6 +66,11 @@ class Run:
     def __post_init__(self) -> None:
         self.gating = Gating(trainer=self.trainer)
 
+    def rest_engine(self) -> None:
+        """Leave the memory of the engine's pages to the trainer until the next rollout, where the recipe says so."""
+        if not self.config.rollout.keep_pool:
+            self.engine.release_pool()
+
     def save(self) -> None:
         """Write a checkpoint and delete the oldest beyond `run.keep_last`.
 
@@ -138,9 +143,9 @@ class Run:
 def config_digest(config: RunConfig) -> str:
     """Return 16 hex digits of what must be equal when a run is resumed.
 
-    All but [run], [records], the number of steps and what is only measured: those change no weight (records that a
-    store loses are counted). Of [run], `eval_items` counts: what is held out is not trained on. With a noise gate the
-    measurements of agreement count: the bands come from them.
+    All but [run], [records], rollout.keep_pool, the number of steps and what is only measured: those change no weight
+    (records that a store loses are counted). Of [run], `eval_items` counts: what is held out is not trained on. With a
+    noise gate the measurements of agreement count: the bands come from them.
     """
     counted = _counted(asdict(config), is_gated=config.quantization.is_gated)
     text = json.dumps(counted, sort_keys=True, default=str)
@@ -167,6 +172,7 @@ def changed_settings(before: Mapping[str, Any], config: RunConfig) -> list[str]:
 def _counted(content: Mapping[str, Any], *, is_gated: bool) -> dict[str, dict[str, Any]]:
     """Return the tables of a resolved config without the keys that do not count."""
     counted = {table: dict(values) for table, values in content.items() if table != "records"}
+    counted["rollout"].pop("keep_pool", None)
     counted["run"] = {"eval_items": content["run"]["eval_items"]}
     for name in ("steps", *MEASUREMENTS):
         if not (is_gated and name.startswith("agreement_")):
