@@ -6,7 +6,7 @@ _ROLLOUT = "src/tracefp4/rollout/"
 _HYBRIDS = "tests/rollout/test_hybrids.py::"
 _COMPANY = _HYBRIDS + "test_company_and_chunks_and_preemption_change_nothing"
 _GOES_ON = _HYBRIDS + "test_a_trajectory_goes_on_from_its_record_and_a_state_that_is_made_again"
-_LATER = _HYBRIDS + "test_what_a_later_turn_reads_is_what_is_recorded_although_chunks_round_differently"
+_LATER = _HYBRIDS + "test_a_later_turn_reads_what_is_recorded_even_under_new_weights"
 _LOST = _HYBRIDS + "test_a_page_lost_while_a_state_is_made_again_comes_back_from_the_record"
 
 MUTATIONS = (
