@@ -72,6 +72,7 @@ def test_bch_columns_hold_the_odd_powers_of_one_element(name):
 def test_no_small_set_of_differences_is_invisible(name, distance):
     # Distance d: sets of fewer than d / 2 differences are all told apart, and those of d / 2 are noticed.
     code = syndrome_code(name)
+    assert code.distance == distance
     half = distance // 2
     sums = [{fold(chosen) for chosen in combinations(code.columns, size)} for size in range(half + 1)]
     for size in range(1, half + 1):
@@ -88,7 +89,7 @@ def test_no_small_set_of_differences_is_invisible(name, distance):
 @given(st.sampled_from(["bch64_3", "bch128_3", "bch256_3", "bch512_3", "bch128_2"]), st.data())
 def test_up_to_t_differences_have_a_syndrome_of_their_own(name, data):
     code = syndrome_code(name)
-    t = code.max_flips - 1
+    t = (code.distance - 2) // 2
     places = st.sets(st.integers(0, code.length - 1), max_size=t)
     first, second = data.draw(places), data.draw(places)
     syndromes = [fold(code.columns[j] for j in chosen) for chosen in (first, second)]

@@ -22,6 +22,9 @@ CASES = (
     (NVFP4_ROW_POW2, "full"),
     (NVFP4_ROW_POW2, "bch64_2+bch32_2"),
     (NVFP4_ROW_POW2, "secded+coset1"),
+    (NVFP4_ROW_POW2, "bch64_3+coset1"),
+    (NVFP4_ROW_POW2, "bch128_3+coset2"),
+    (MXFP4_FLOOR, "bch64_4+coset1"),
     (NVFP4_KV, "low2+coset2"),
     (MXFP4_FLOOR, "mantissa+coset1"),
 )
@@ -89,9 +92,11 @@ def test_the_self_check_passes(emulator, scheme, name):
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a", "sm_100a", "sm_120a"])
 @pytest.mark.parametrize(("scheme", "name"), CASES[:2], ids=lambda part: getattr(part, "name", part))
 def test_the_file_compiles_for(architecture, scheme, name):
+    x = torch.empty(1, 2048).bfloat16()
+    shape = recording.shape_of(x, scheme)
     defines = {
-        **recording.row_variant(torch.empty(1, 32).bfloat16(), scheme),
-        **recording._variant(codec_by_name(name)),
+        **recording.row_variant(x, scheme),
+        **recording._variant(codec_by_name(name), scheme, shape),
     }
     source = recording.KERNELS.program.source
     assert nvrtc.build(source, defines=defines, architecture=architecture).code[:4] == b"\x7fELF"

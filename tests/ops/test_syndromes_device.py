@@ -44,9 +44,21 @@ def test_an_unaligned_or_strided_operand_is_read_right(emulator):
 
 def test_the_sums_of_four_columns():
     code = syndrome_code("parity3")
-    sums = numbers_on(code, torch.device("cpu"))[5 + 3 :].view(4, 16)
+    sums = numbers_on(code, torch.device("cpu"))[5 + 3 :][:64].view(4, 16)
     assert sums[0].tolist() == [(value & 7).bit_count() % 2 for value in range(16)]
     assert not sums[1:].any()
+
+
+@pytest.mark.parametrize("name", ["secded", "bch32_2", "bch64_3", "bch512_6", "parity7"])
+def test_columns_are_found_by_their_tags(name):
+    code = syndrome_code(name)
+    distance, shift, *found = numbers_on(code, torch.device("cpu"))[-2 - 2 * code.length :].tolist()
+    columns, positions = found[: code.length], found[code.length :]
+    assert distance == code.distance
+    assert sorted(positions) == list(range(code.length))
+    assert columns == [code.columns[j] for j in positions]
+    if code.max_flips > 1:
+        assert [column >> shift & code.length - 1 for column in columns] == list(range(code.length))
 
 
 @needs_compiler

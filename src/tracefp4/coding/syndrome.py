@@ -47,6 +47,9 @@ class SyndromeCode:
     """The decoder looks at this many least reliable bits of a block, at most."""
     max_flips: int
     """The decoder changes at most this many bits of a block."""
+    distance: int
+    """d: fewer than d of the columns, at least one, never XOR to 0. Two different sets of fewer than d columns together
+    never have the same XOR."""
 
     @property
     def length(self) -> int:
@@ -76,11 +79,14 @@ def syndrome_code(name: str) -> SyndromeCode:
     """
     if name == "secded":
         columns = tuple(j | 16 for j in range(16))
-        return SyndromeCode(name=name, num_bits=5, columns=columns, num_candidates=8, max_flips=3)
+        return SyndromeCode(name=name, num_bits=5, columns=columns, num_candidates=8, max_flips=3, distance=4)
     found = re.fullmatch(r"parity(\d+)", name)
     if found and 2 <= int(found[1]) <= 64:
         length = int(found[1])
-        return SyndromeCode(name=name, num_bits=1, columns=(1,) * length, num_candidates=length, max_flips=1)
+        columns = (1,) * length
+        return SyndromeCode(
+            name=name, num_bits=1, columns=columns, num_candidates=length, max_flips=1, distance=2
+        )
     found = re.fullmatch(r"bch(\d+)_([1-9])", name)
     if found:
         length, num_errors = int(found[1]), int(found[2])
@@ -94,6 +100,7 @@ def syndrome_code(name: str) -> SyndromeCode:
                 columns=_bch_columns(degree, num_errors),
                 num_candidates=num_candidates,
                 max_flips=max_flips,
+                distance=2 * num_errors + 2,
             )
     raise FormatError(
         f"Unknown syndrome code {name!r}. There are parity<g> for g in 2..64, secded, and bch<n>_<t> for n in "

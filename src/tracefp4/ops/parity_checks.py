@@ -127,10 +127,25 @@ def numbers_on(code: SyndromeCode, device: torch.device) -> Tensor:
         device: Where; the first call for a device copies, later ones return the same tensor.
 
     Returns:
-        int64 [5 + length + 64 * ceil(length / 16)]: `code_numbers`, then for every four columns (of a length filled up
-        with zeros to a multiple of 16) the XOR of those at which four bits have ones, for the 16 values of these.
+        int64 [5 + length + 64 * ceil(length / 16) + 2 + 2 * length]: `code_numbers`; for every four columns (of a
+        length filled up with zeros to a multiple of 16) the XOR of those at which four bits have ones, for the 16
+        values of these; the distance; how far to shift a column to the right so that its low bits are its tag; and the
+        columns and their positions in the order of the tags. Tags are 0 .. length - 1, one for each column; a code
+        without any, which flips one bit at most, has its columns in their own order.
     """
     columns = functional.pad(code_numbers(code)[_MEMBERS:], (0, -code.length % 16)).view(-1, 4, 1)
     bits = torch.arange(16, device="cpu") >> torch.arange(4, device="cpu")[:, None] & 1
     sums = reduce(xor, (columns * bits).unbind(1))
-    return torch.cat([code_numbers(code), sums.flatten()]).to(device)
+    shift, positions = _tags(code)
+    tagged = torch.tensor([code.distance, shift, *(code.columns[j] for j in positions), *positions])
+    return torch.cat([code_numbers(code), sums.flatten(), tagged]).to(device)
+
+
+def _tags(code: SyndromeCode) -> tuple[int, list[int]]:
+    """Return the shift that leaves every column a tag of its own, and the positions of the columns by tag."""
+    for shift in range(code.num_bits):
+        tags = [column >> shift & (code.length - 1) for column in code.columns]
+        if sorted(tags) == list(range(code.length)):
+            return shift, sorted(range(code.length), key=tags.__getitem__)
+    assert code.max_flips == 1, f"{code.name}: the search looks columns up by their tags"
+    return 0, list(range(code.length))

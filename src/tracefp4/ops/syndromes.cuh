@@ -2,7 +2,7 @@
  * bits each at a time, four bits a look-up. Definitions and layout: syndromes.h.
  *
  * A code is int64 numbers as ops/parity_checks.py: numbers_on writes them: `struct code`, then for every four columns the
- * XOR of those at which four bits have ones, for all 16 of these. */
+ * XOR of those at which four bits have ones, for all 16 of these, and what finds a column again. */
 
 #ifndef TRACEFP4_SYNDROMES_CUH
 #define TRACEFP4_SYNDROMES_CUH
@@ -16,15 +16,30 @@ struct code {
     uint64_t common;
     const int64_t *column;
     const int64_t *sums; /* [whole pieces of the length][4][16] */
+    int distance, shift;      /* of columns, and of their tags */
+    const int64_t *by_tag;    /* columns */
+    const int64_t *positions; /* of these */
 };
 
 enum { PIECE = 16, MEMBERS_OF_CODE = 5 };
 
 DEVICE struct code read_code(const int64_t *numbers) {
     struct code found = {(int)numbers[0], (int)numbers[1], (int)numbers[2], (int)numbers[3], (uint64_t)numbers[4],
-                         numbers + MEMBERS_OF_CODE, numbers + MEMBERS_OF_CODE + numbers[0]};
+                         numbers + MEMBERS_OF_CODE};
+    found.sums = found.column + found.length;
+    const int64_t *tags = found.sums + (found.length + PIECE - 1) / PIECE * 64;
+    found.distance = (int)tags[0];
+    found.shift = (int)tags[1];
+    found.by_tag = tags + 2;
+    found.positions = found.by_tag + found.length;
     return found;
 }
+
+/* Which of the columns this one is, if it is any. */
+DEVICE int tag_of(const struct code &code, uint64_t column) { return (int)(column >> code.shift) & (code.length - 1); }
+
+/* Whether a set of so many columns is the only one of up to `others` columns with its XOR. */
+DEVICE int is_alone(const struct code &code, int num, int others) { return num + others < code.distance; }
 
 DEVICE int blocks_in(const struct code &code, int width) { return (width + code.length - 1) / code.length; }
 
@@ -37,9 +52,27 @@ DEVICE uint32_t piece_at(const uint32_t *bits, int at) {
     return (uint32_t)(two >> at % 32) & 0xFFFF;
 }
 
+DEVICE uint64_t of_lane(uint64_t value, int source) {
+    uint32_t low = __shfl_sync(FULL_MASK, (uint32_t)value, source);
+    return low | (uint64_t)__shfl_sync(FULL_MASK, (uint32_t)(value >> 32), source) << 32;
+}
+
 DEVICE uint64_t xor_of_lanes(uint64_t mine, int with) {
     uint32_t low = __shfl_xor_sync(FULL_MASK, (uint32_t)mine, with);
     return mine ^ (low | (uint64_t)__shfl_xor_sync(FULL_MASK, (uint32_t)(mine >> 32), with) << 32);
+}
+
+/* The part of a syndrome that 16 bits from bit `from` of a block on have in it. */
+DEVICE uint64_t part_of_syndrome(const struct code &code, int from, uint32_t piece) {
+    uint64_t sum = 0;
+    for (int q = 0; q < 4; q++) sum ^= (uint64_t)code.sums[(from / 4 + q) * 16 + (piece >> 4 * q & 15)];
+    return sum;
+}
+
+/* The XOR of the parts of a team, in all of its lanes; every lane of the warp calls it. */
+DEVICE uint64_t xor_of_team(uint64_t part, int team) {
+    for (int with = team / 2; with; with /= 2) part = xor_of_lanes(part, with);
+    return part;
 }
 
 /* The syndrome of the n bits from bit `at` on, in all lanes of a team; every lane of the warp calls it. */
@@ -48,10 +81,9 @@ DEVICE uint64_t syndrome_of_bits(const struct code &code, const uint32_t *bits, 
     for (int from = (int)threadIdx.x % team * PIECE; from < n; from += team * PIECE) {
         uint32_t piece = piece_at(bits, at + from);
         if (n - from < PIECE) piece &= (1u << (n - from)) - 1;
-        for (int q = 0; q < 4; q++) sum ^= (uint64_t)code.sums[(from / 4 + q) * 16 + (piece >> 4 * q & 15)];
+        sum ^= part_of_syndrome(code, from, piece);
     }
-    for (int with = team / 2; with; with /= 2) sum = xor_of_lanes(sum, with);
-    return sum;
+    return xor_of_team(sum, team);
 }
 
 /* A block of a code, as a team of lanes sees it. */
@@ -60,7 +92,8 @@ struct code_block {
     int slot, index;   /* which row of the thread block, which block of that row */
     int at, n;         /* its bits in the row */
     uint64_t syndrome;
-    int is_first_lane; /* of the team */
+    int team;          /* how many lanes it has */
+    int is_first_lane;
 };
 
 /* Visit the blocks of the code in `num_slots` rows of `width` bits, rows `stride` words apart. Whole warps visit
@@ -79,6 +112,7 @@ DEVICE void for_code_blocks(const struct code &code, const uint32_t *bits, int s
         block.at = block.index * code.length;
         block.n = block.is_there ? least(code.length, width - block.at) : 0;
         block.syndrome = syndrome_of_bits(code, bits + block.slot * stride, block.at, block.n, team);
+        block.team = team;
         block.is_first_lane = (int)threadIdx.x % team == 0;
         visit(block);
     }

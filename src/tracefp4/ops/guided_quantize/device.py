@@ -34,7 +34,7 @@ from tracefp4.ops.kernels import first_difference
 from tracefp4.ops.parity_checks import numbers_on
 from tracefp4.ops.rules import SchemeCase
 
-_RANKING_BYTES = 1312
+_RANKING_BYTES = 1024
 """`struct ranking` of search.cuh, one for every warp."""
 
 

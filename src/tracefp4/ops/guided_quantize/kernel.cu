@@ -1,58 +1,11 @@
 /* guided_quantize on a GPU: a thread takes blocks of a row, finds or decodes their scales, rounds and follows. Syndromes
- * are compared by teams of lanes once a row is rounded, and where one differs a warp looks for the flips (search.cuh).
+ * are compared once a row is rounded (flips.cuh).
  *
- * Defines: those of rows.cuh; RULE and SCALES, `enum rule` and the codings of scale_cells.h; HAS_BAND; KEYS and
- * SCALE_KEYS, ceil(length / 32) of the codes of values and scales, 1 without one. */
+ * Defines: those of flips.cuh. */
 
-#include "cells.h"
-#include "rows.cuh"
-#include "scale_cells.h"
-#include "search.cuh"
+#include "flips.cuh"
 
-constexpr enum rule FOLLOWS = (enum rule)RULE;
-constexpr bool BY_SYNDROMES = FOLLOWS == SYNDROMES, SCALES_BY_SYNDROMES = SCALES == SYNDROMES_OF_SCALES;
 constexpr bool BY_PAIRS = IS_PACKED && !HAS_BAND && (FOLLOWS == FULL || FOLLOWS == NEAREST_CELL);
-
-/* What was recorded. */
-struct guide {
-    const uint8_t *valid;        /* NULL without a guide */
-    const uint8_t *decisions;    /* a byte for every value, or the syndromes of rows */
-    const int64_t *code;         /* of the syndromes */
-    const void *outer;           /* of rows, where these have one */
-    const uint8_t *block_scales; /* bytes, their low bits, or the syndromes of rows */
-    const int64_t *scale_code;
-};
-
-/* What is written. */
-struct result {
-    void *outer; /* read where all rows share one */
-    uint8_t *block_scales;
-    void *values;
-    uint8_t *codes; /* NULL: not wanted */
-};
-
-/* What is counted. */
-struct tally {
-    int changed, in_band, undecoded;
-};
-
-/* Shared memory: a ranking for each warp, then for every row its lowest bits and the largest magnitude of each block. */
-struct scratch {
-    struct ranking *ranking; /* of this warp */
-    uint32_t *bits, *scale_bits;
-    int32_t *amax_bits;
-};
-
-DEVICE struct scratch scratch_of(unsigned char *shared, int width, int slots) {
-    struct scratch scratch;
-    struct ranking *all = reinterpret_cast<struct ranking *>(shared);
-    scratch.ranking = all + threadIdx.x / WARP;
-    scratch.bits = reinterpret_cast<uint32_t *>(all + blockDim.x / WARP);
-    scratch.scale_bits = scratch.bits + slots * (BY_SYNDROMES ? words_of_bits(width) : 0);
-    scratch.amax_bits = reinterpret_cast<int32_t *>(scratch.scale_bits) +
-                        slots * (SCALES_BY_SYNDROMES ? words_of_bits(width / BLOCK) : 0);
-    return scratch;
-}
 
 /* The outer scale of this row: recorded, found, or the one of all rows. */
 DEVICE struct outer outer_of_row(const struct place &place, const struct values &values, const void *x, int num_blocks,
@@ -84,25 +37,6 @@ DEVICE uint32_t guided_byte(const struct guide &guide, int64_t block, int32_t am
     uint8_t found;
     cosets_of_strip(&RULES, &strip, outer, SCALES, &recorded, &found);
     return found;
-}
-
-/* One value on the grid. */
-struct on_grid {
-    float z;
-    int32_t m;
-    uint32_t sign;
-};
-
-DEVICE struct on_grid place_on_grid(uint32_t bits, float factor) {
-    struct on_grid on_grid;
-    uint32_t magnitude_bits = bits & MAGNITUDE_BITS;
-    on_grid.sign = bits >> 31;
-    if (RULES.zero != KEPT) on_grid.sign = choose(magnitude_bits == 0, RULES.zero == NEGATIVE, on_grid.sign);
-    float magnitude = float_of(magnitude_bits);
-    on_grid.z = multiplies((enum order)RULES.order) ? magnitude * factor : magnitude / factor;
-    on_grid.z = on_grid.z < 6.0f ? on_grid.z : 6.0f;
-    on_grid.m = magnitude_code(on_grid.z, (enum tie)RULES.tie);
-    return on_grid;
 }
 
 /* Eight codes that follow eight decisions, of values whose scale is usable. */
@@ -217,106 +151,6 @@ DEVICE struct encoded follow_block(const struct values &values, const struct dec
     return encoded;
 }
 
-/* Find the own scale bytes of the valid rows of this thread block, and flip them where their syndromes differ. */
-DEVICE void recover_scales(const struct place &place, const struct guide &guide, const void *x, int num_blocks,
-                           int is_valid, struct outer outer, const struct scratch &scratch, const struct result &result,
-                           struct tally &tally) {
-    struct code code = read_code(guide.scale_code);
-    int row_bytes = (blocks_in(code, num_blocks) * code.num_bits + 7) / 8;
-    for (int b = place.thread; is_valid && b < num_blocks; b += place.threads) {
-        int64_t block = place.row * num_blocks + b;
-        int32_t amax_bits = amax_of(load_block(x, block));
-        scratch.amax_bits[place.slot * num_blocks + b] = amax_bits;
-        result.block_scales[block] = (uint8_t)scale_byte_of(amax_bits, x, block, outer);
-    }
-    __syncthreads();
-    put_lowest_of_scales(place, result.block_scales, num_blocks, scratch.scale_bits);
-    __syncthreads();
-    for_code_blocks(code, scratch.scale_bits, words_of_bits(num_blocks), place.num_slots, num_blocks,
-                    [&](const struct code_block &mine) {
-        uint64_t difference = 0;
-        if (mine.is_there && mine.is_first_lane && guide.valid[place.first + mine.slot])
-            difference = mine.syndrome ^ read_bits(guide.block_scales + (place.first + mine.slot) * row_bytes,
-                                                   (int64_t)mine.index * code.num_bits, code.num_bits);
-        for_differing(mine, difference, [&](const struct code_block &block, uint64_t difference) {
-            int64_t row = place.first + block.slot, first = row * num_blocks + block.at;
-            const int32_t *amax_bits = scratch.amax_bits + block.slot * num_blocks + block.at;
-            struct outer scale = read_outer(&RULES, result.outer, PER_ROW ? row : 0);
-            int32_t key[SCALE_KEYS];
-            uint32_t other[SCALE_KEYS];
-            for (int i = 0; i < SCALE_KEYS; i++) {
-                int g = (int)threadIdx.x % WARP + i * WARP;
-                key[i] = NO_CANDIDATE;
-                if (g >= block.n) continue;
-                uint32_t own = result.block_scales[first + g];
-                float target;
-                targets_of_maxima(&RULES, 1, amax_bits + g, scale, &own, &target);
-                key_scales(1, amax_bits + g, &own, &target, g, key + i, other + i);
-            }
-            struct flips flips = cheapest_flips(code, difference, key, scratch.ranking);
-            for (int f = 0; f < flips.num; f++) {
-                int g = scratch.ranking->key[rank_at(flips, f)] & ((1 << INDEX_BITS) - 1);
-                for (int i = 0; i < SCALE_KEYS; i++)
-                    if (g == (int)threadIdx.x % WARP + i * WARP) result.block_scales[first + g] = (uint8_t)other[i];
-            }
-            tally.undecoded += flips.num == 0 && threadIdx.x % WARP == 0;
-        });
-    });
-    __syncthreads();
-}
-
-/* Flip values of the valid rows of this thread block where their syndromes differ from the recorded ones. */
-DEVICE void flip_values(const struct place &place, const struct guide &guide, const void *x, int width, float limit,
-                        const struct scratch &scratch, const struct result &result, struct tally &tally) {
-    struct code code = read_code(guide.code);
-    int row_bytes = (blocks_in(code, width) * code.num_bits + 7) / 8, num_blocks = width / BLOCK;
-    __syncthreads();
-    for_code_blocks(code, scratch.bits, words_of_bits(width), place.num_slots, width,
-                    [&](const struct code_block &mine) {
-        uint64_t difference = 0;
-        if (mine.is_there && mine.is_first_lane && guide.valid[place.first + mine.slot])
-            difference = mine.syndrome ^ read_bits(guide.decisions + (place.first + mine.slot) * row_bytes,
-                                                   (int64_t)mine.index * code.num_bits, code.num_bits);
-        for_differing(mine, difference, [&](const struct code_block &block, uint64_t difference) {
-            int64_t row = place.first + block.slot, first = row * width + block.at;
-            int lane = (int)threadIdx.x % WARP, is_known = 1;
-            struct outer scale = read_outer(&RULES, result.outer, PER_ROW ? row : 0);
-            int32_t key[KEYS], m[KEYS];
-            float decode_scale[KEYS];
-            uint32_t flipped[KEYS];
-            for (int i = 0; i < KEYS; i++) {
-                int j = lane + i * WARP, g = (block.at + j) / BLOCK;
-                key[i] = NO_CANDIDATE;
-                if (j >= block.n) continue;
-                is_known &= scratch.amax_bits[block.slot * num_blocks + g] < INF_BITS;
-                uint32_t byte = result.block_scales[row * num_blocks + g];
-                float unit, factor;
-                decode_bytes(&RULES, 1, &byte, scale, &unit, decode_scale + i, &factor);
-                struct on_grid at = place_on_grid(load_bits(x, INPUT, first + j), factor);
-                m[i] = at.m;
-                flipped[i] = (uint32_t)(at.m + alternative_step(at.z, at.m)) | at.sign << 3;
-                if (decode_scale[i] > 0.0f) key[i] = key_of_value(at.z, at.m, limit, j);
-            }
-            struct flips flips = {0, NEVER, 0};
-            if (__all_sync(FULL_MASK, is_known)) flips = cheapest_flips(code, difference, key, scratch.ranking);
-            for (int f = 0; f < flips.num; f++) {
-                int j = scratch.ranking->key[rank_at(flips, f)] & ((1 << INDEX_BITS) - 1);
-                for (int i = 0; i < KEYS; i++) {
-                    if (j != lane + i * WARP) continue;
-                    float value = value_of_code(flipped[i], decode_scale[i]);
-                    if (INPUT == FLOAT32)
-                        static_cast<float *>(result.values)[first + j] = value;
-                    else
-                        static_cast<uint16_t *>(result.values)[first + j] = bf16_bits(value);
-                    if (result.codes) result.codes[first + j] = (uint8_t)flipped[i];
-                }
-            }
-            tally.changed += lane == 0 ? flips.num : 0;
-            tally.undecoded += flips.num == 0 && lane == 0;
-        });
-    });
-}
-
 /* Write the sums over the thread block. */
 DEVICE void count(const struct tally &tally, int32_t *counts) {
     SHARED int32_t of_warp[32][3];
@@ -360,7 +194,7 @@ KERNEL guided_rows(const void *x, int num_rows, int width, int threads, float ba
             of_block = load_block(x, block);
             asked = load_decisions(guide, block);
         }
-        int32_t amax_bits = amax_of(of_block);
+        int32_t amax_bits = amax_of(of_block), before = tally.in_band;
         struct encoded encoded;
         if (is_valid) {
             uint32_t byte = guided_byte(guide, block, amax_bits, scale, result);
@@ -371,7 +205,8 @@ KERNEL guided_rows(const void *x, int num_rows, int width, int threads, float ba
         store_rounded(encoded, block, values, block_scales, codes);
         if (!BY_SYNDROMES) continue;
         put_lowest(encoded, scratch.bits + place.slot * words_of_bits(width), b);
-        scratch.amax_bits[place.slot * num_blocks + b] = amax_bits;
+        int num_near = HAS_BAND ? tally.in_band - before : UNCOUNTED;
+        scratch.of_block[place.slot * num_blocks + b] = amax_bits < INF_BITS ? num_near : UNKNOWN;
     }
     if (BY_SYNDROMES)
         flip_values(place, guide, x, width, HAS_BAND ? band : PLAUSIBLE_DISTANCE, scratch, result, tally);

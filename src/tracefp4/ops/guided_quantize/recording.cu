@@ -1,7 +1,8 @@
 /* Rounding to nearest, with what a codec keeps of codes and scales written in the same pass. keeping.py states the layouts.
  *
  * Defines: those of rows.cuh; PAYLOAD and KEPT_SCALES, how many low bits of a code and of a scale byte are kept, 4 and 8
- * for all of them and 0 for syndromes. */
+ * for all of them and 0 for syndromes. TEAM: how many neighbouring threads have a block of the code together, where the
+ * syndromes of a warp fill whole bytes of its row, and CODE_BITS of each; 0 where syndromes go through shared memory. */
 
 #include "rows.cuh"
 
@@ -41,6 +42,35 @@ DEVICE int64_t bytes_before(const struct place &place, const struct code &code, 
     return place.first * ((blocks_in(code, width) * code.num_bits + 7) / 8);
 }
 
+/* Keep the syndromes of the 32 blocks of a warp: lanes show each other theirs, and make a byte each. `b` is the block of
+ * this lane, without ones where the row has ended. */
+DEVICE void keep_syndromes(const struct code &code, const struct encoded &encoded, const struct place &place, int b,
+                           int num_blocks, uint8_t *payload) {
+    constexpr int team = TEAM ? TEAM : 1, num_bits = TEAM ? CODE_BITS : 1, num_bytes = WARP / team * num_bits / 8;
+    int lane = (int)threadIdx.x % WARP, from = lane % team * BLOCK, first = (b - lane) / WARP * num_bytes;
+    int row_bytes = ((num_blocks + team - 1) / team * num_bits + 7) / 8;
+    uint64_t syndrome = 0;
+    for (int p = 0; p < BLOCK / PIECE; p++) {
+        uint32_t piece = lowest_of_codes(encoded.word[2 * p]) | lowest_of_codes(encoded.word[2 * p + 1]) << 8;
+        syndrome ^= part_of_syndrome(code, from + p * PIECE, piece);
+    }
+    syndrome = xor_of_team(syndrome, team);
+    for (int i = lane; i - lane < num_bytes; i += WARP) {
+        int source = 8 * i / num_bits, bit = 8 * i % num_bits;
+        uint64_t low = of_lane(syndrome, source * team), high = of_lane(syndrome, (source + 1) * team);
+        if (i < num_bytes && first + i < row_bytes)
+            payload[place.row * row_bytes + first + i] = (uint8_t)(low >> bit | high << (num_bits - bit));
+    }
+}
+
+/* Keep the lowest bits of the scale bytes of the 32 blocks of a warp. */
+DEVICE void keep_lowest_of_scales(const struct encoded &encoded, const struct place &place, int b, int num_blocks,
+                                  uint8_t *scales) {
+    int lane = (int)threadIdx.x % WARP, at = (b - lane) / 8 + lane, row_bytes = (num_blocks + 7) / 8;
+    uint32_t bits = __ballot_sync(FULL_MASK, encoded.byte & 1);
+    if (lane < WARP / 8 && at < row_bytes) scales[place.row * row_bytes + at] = (uint8_t)(bits >> 8 * lane);
+}
+
 /* Round rows to nearest; `threads` of a thread block take each. `scales` is not written where whole bytes are kept:
  * these are `block_scales`. */
 KERNEL recorded_rows(const void *x, int num_rows, int width, int threads, const int64_t *code_numbers,
@@ -59,30 +89,38 @@ KERNEL recorded_rows(const void *x, int num_rows, int width, int threads, const 
     } else {
         scale = read_outer(&RULES, outer, 0);
     }
-    for (int b = place.thread; place.is_there && b < num_blocks; b += threads) {
+    struct code code;
+    if (PAYLOAD == 0) code = read_code(code_numbers);
+    int is_wide = threads >= WARP, lane = is_wide ? (int)threadIdx.x % WARP : 0; /* whole warps stay together */
+    for (int b = place.thread; place.is_there && b - lane < num_blocks; b += threads) {
         int64_t block = place.row * num_blocks + b;
-        if (b != place.thread) of_block = load_block(x, block);
-        struct encoded encoded = encode(of_block, x, block, scale, nullptr);
-        store_rounded(encoded, block, values, block_scales, codes);
-        keep_codes(encoded, block, payload);
-        if (PAYLOAD == 0) put_lowest(encoded, shared + place.slot * words_of_bits(width), b);
+        struct encoded encoded = {};
+        if (b < num_blocks) {
+            if (b != place.thread) of_block = load_block(x, block);
+            encoded = encode(of_block, x, block, scale, nullptr);
+            store_rounded(encoded, block, values, block_scales, codes);
+            keep_codes(encoded, block, payload);
+            if (PAYLOAD == 0 && TEAM == 0) put_lowest(encoded, shared + place.slot * words_of_bits(width), b);
+        }
+        if (TEAM) keep_syndromes(code, encoded, place, b, num_blocks, payload);
+        if (KEPT_SCALES == 1 && is_wide) keep_lowest_of_scales(encoded, place, b, num_blocks, scales);
     }
+    if ((PAYLOAD || TEAM) && (KEPT_SCALES == 8 || (KEPT_SCALES == 1 && is_wide))) return;
     __syncthreads();
-    if (PAYLOAD == 0) {
-        struct code code = read_code(code_numbers);
+    if (PAYLOAD == 0 && TEAM == 0) {
         int stride = words_of_bits(width);
         write_syndromes(code, shared, stride, place.num_slots, width, shared + slots * stride,
                         payload + bytes_before(place, code, width));
         __syncthreads();
     }
     if (KEPT_SCALES == 0) {
-        struct code code = read_code(scale_code_numbers);
+        struct code scale_code = read_code(scale_code_numbers);
         int stride = words_of_bits(num_blocks);
         put_lowest_of_scales(place, block_scales, num_blocks, shared);
         __syncthreads();
-        write_syndromes(code, shared, stride, place.num_slots, num_blocks, shared + slots * stride,
-                        scales + bytes_before(place, code, num_blocks));
-    } else if (KEPT_SCALES < 8) {
+        write_syndromes(scale_code, shared, stride, place.num_slots, num_blocks, shared + slots * stride,
+                        scales + bytes_before(place, scale_code, num_blocks));
+    } else if (KEPT_SCALES == 2 || (KEPT_SCALES == 1 && !is_wide)) {
         keep_low_bits_of_scales(place, block_scales, num_blocks, scales);
     }
 }

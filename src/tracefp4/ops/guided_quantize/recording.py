@@ -14,7 +14,15 @@ from tracefp4.ops.device import KernelFile, Launch
 from tracefp4.ops.guided_quantize.compiled import guided_quantize_compiled, syndromes_compiled
 from tracefp4.ops.guided_quantize.keeping import CODE_BITS, SCALE_BITS, Recorded, kept_codes, kept_scales
 from tracefp4.ops.guided_quantize.reference import guided_quantize_reference
-from tracefp4.ops.guided_quantize.rows import check_rows, outer_of, readable_rows, row_variant, shape_of
+from tracefp4.ops.guided_quantize.rows import (
+    WARP,
+    Shape,
+    check_rows,
+    outer_of,
+    readable_rows,
+    row_variant,
+    shape_of,
+)
 from tracefp4.ops.guided_quantize.values import Rounded
 from tracefp4.ops.kernels import first_difference
 from tracefp4.ops.parity_checks import numbers_on
@@ -64,7 +72,7 @@ def recorded_quantize_on_device(
     values_NK, codes_NK, block_scales_NG = torch.empty_like(x_NK), None, made(num_blocks)
     if with_codes:
         codes_NK = made(width)
-    variant = {**row_variant(x_NK, scheme), **_variant(codec)}
+    variant = {**row_variant(x_NK, scheme), **_variant(codec, scheme, shape)}
     outer, payload = outer_of(x_NK, scheme, exponent, KERNELS, variant), made(codec.payload_bytes(width))
     is_raw = SCALE_BITS[codec.scale_coding] == 8
     scales = block_scales_NG if is_raw else made(codec.scale_bytes(num_blocks))
@@ -83,8 +91,23 @@ def recorded_quantize_on_device(
     return Recorded(rounded=rounded, payload=payload, scales=scales)
 
 
-def _variant(codec: Codec) -> dict[str, int | str]:
-    return {"PAYLOAD": CODE_BITS[codec.payload], "KEPT_SCALES": SCALE_BITS[codec.scale_coding]}
+def _variant(codec: Codec, scheme: Scheme, shape: Shape) -> dict[str, int | str]:
+    team = _team(codec.code, scheme.block_size) if shape.of_row >= WARP else 0
+    return {
+        "PAYLOAD": CODE_BITS[codec.payload],
+        "KEPT_SCALES": SCALE_BITS[codec.scale_coding],
+        "TEAM": team,
+        "CODE_BITS": codec.code.num_bits if codec.code is not None and team else 0,
+    }
+
+
+def _team(code: SyndromeCode | None, block_size: int) -> int:
+    """Return how many neighbouring threads have a block of the code together, where the syndromes of a warp are whole
+    bytes, at most two of them in each; 0 otherwise."""
+    if code is None or code.length % block_size or code.num_bits < 8:
+        return 0
+    team = code.length // block_size
+    return team if WARP // team * code.num_bits % 8 == 0 else 0
 
 
 def _words(code: SyndromeCode | None, width: int) -> int:
@@ -98,15 +121,16 @@ def differences(device: torch.device, case: SchemeCase, codec: Codec) -> str | N
 
 
 def _pairs(device: torch.device, case: SchemeCase, codec: Codec) -> Iterator[tuple[str, Tensor, Tensor]]:
-    x = check_rows(case.scheme, (codec.code, codec.scale_code)).to(device, case.dtype)
-    operands = (x, case.scheme, codec, 3 if case.scheme.outer == "static" else None, True)
-    got, wanted = recorded_quantize_on_device(*operands), recorded_quantize_reference(*operands)
-    yield "payload", got.payload, wanted.payload
-    yield "kept scales", got.scales, wanted.scales
-    for field in fields(wanted.rounded):
-        mine, theirs = getattr(got.rounded, field.name), getattr(wanted.rounded, field.name)
-        if theirs is not None:
-            yield field.name, mine, theirs
+    short = check_rows(case.scheme, (codec.code, codec.scale_code)).to(device, case.dtype)
+    for x in (short, short.repeat(1, 1 + WARP * case.scheme.block_size // short.shape[1])):
+        operands = (x, case.scheme, codec, 3 if case.scheme.outer == "static" else None, True)
+        got, wanted = recorded_quantize_on_device(*operands), recorded_quantize_reference(*operands)
+        yield "payload", got.payload, wanted.payload
+        yield "kept scales", got.scales, wanted.scales
+        for field in fields(wanted.rounded):
+            mine, theirs = getattr(got.rounded, field.name), getattr(wanted.rounded, field.name)
+            if theirs is not None:
+                yield field.name, mine, theirs
 
 
 KERNELS = KernelFile(Path(__file__).with_name("recording.cu"))
