@@ -57,6 +57,22 @@ def test_an_idle_page_moves_out_and_comes_back_with_its_bytes(allocator, moves):
     assert allocator.num_swapped_out == 1
 
 
+def test_all_frames_are_emptied_as_if_others_needed_them(allocator, moves):
+    idle, spare, gone = (allocator.allocate() for _ in range(3))
+    allocator.cache(spare)
+    for page in (idle, spare, gone):
+        allocator.rest(page)
+    for page in (spare, gone):
+        allocator.drop(page)
+    frame = idle.frame
+    allocator.vacate()
+    assert allocator.num_used == allocator.num_spare == 0 and allocator.num_available == 3
+    assert moves == [("save", frame)] and not spare.is_cached and spare.holders == 0
+    assert allocator.use(idle) and moves[-1] == ("load", idle.frame, f"bytes of {frame}")
+    with pytest.raises(AssertionError, match="running"):
+        allocator.vacate()
+
+
 def test_a_page_in_use_never_moves_out(allocator):
     for _ in range(3):
         allocator.allocate()

@@ -50,6 +50,24 @@ def test_bytes_of_a_page_by_hand(pool):
     assert pool.num_bytes == 4 * pool.page_bytes
 
 
+def test_memory_that_was_given_back_comes_again_as_zeros(pool):
+    saved, (frame, *_) = pool.save(1), parts_of(pool, 1)
+    assert frame.any()
+    size, layers = pool.page_bytes, pool.layers
+    pool.clear(2)
+    pool.give_back()
+    assert pool.num_bytes == 0 and pool.page_bytes == size and pool.layers == []
+    pool.make_again()
+    assert pool.num_bytes == 4 * size and not any(store.any() for store in pool._stores())
+    assert [type(layer.keys) for layer in pool.layers] == [type(layer.keys) for layer in layers]
+    assert int(pool.layers[0].keys.outer) == int(layers[0].keys.outer)
+    pool.load(2, saved)
+    assert_same(pool.save(2), saved)
+    stores = pool._stores()
+    pool.make_again()
+    assert all(store is kept for store, kept in zip(pool._stores(), stores, strict=True))
+
+
 def test_layers_hold_their_own_exponents_and_storage():
     layer = dataclasses.replace(FP4_LAYER, k_exponent=2, v_exponent=-5)
     pool = KVPool(SHAPE, precision=(BF16_LAYER, layer), arithmetic=EMULATED)

@@ -75,6 +75,27 @@ def test_a_state_comes_back_with_its_bytes_whether_it_had_to_leave_or_not():
     assert (numbers(states, first), numbers(states, third)) == (holds(10), holds(30))
 
 
+def test_states_outlive_the_memory_of_their_slots():
+    states = pool(num_slots=2)
+    first, second, size = states.begin(), states.begin(), states.state_bytes
+    write(states, first, 10)
+    states.rest(first)
+    with pytest.raises(AssertionError, match="running"):
+        states.give_back()
+    states.release(second)
+    states.give_back()
+    assert states.layers == {} and states.state_bytes == size and states.num_available == 2
+    assert not any(part.numel() for part in states._parts())
+    (sibling,) = states.fork(first, 1)
+    states.make_again()
+    assert numbers(states, states.begin()) == [0.0] * 6
+    states.resume(sibling)
+    assert numbers(states, sibling) == holds(10)
+    conv = states._conv
+    states.make_again()
+    assert states._conv is conv
+
+
 def test_a_fork_is_a_copy_in_a_free_slot_or_in_host_memory():
     states = pool(num_slots=2)
     first = states.begin()

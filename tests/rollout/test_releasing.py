@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.models import tiny_hybrids
 from tests.models.tiny_models import tiny_model
 from tests.rollout.engines import make_engine, make_prompts, outputs, sampled
 from tests.rollout.native_engines import captured_engine, native_engine
@@ -85,7 +86,7 @@ def test_unfinished_sequences_move_to_host_memory_and_go_on(kind, changes, every
         while engine.has_work:
             if releases and steps % every == 0:
                 engine.release_pool()
-                assert engine.pool.num_bytes == 0
+                assert engine.pool.num_bytes == 0 and engine._ahead is None
             if steps == 4 and other is not None:
                 engine.update_weights(other.state_dict(), version=1)
             engine.step()
@@ -125,6 +126,31 @@ def test_pages_beyond_what_host_memory_may_hold_come_back_as_they_were(records):
     assert (stats.positions_recomputed > 0) == (records is not True)
     if records is True:
         assert_same(found, expected)
+
+
+@KINDS
+@pytest.mark.parametrize("changes", [{}, {"max_swapped_pages": 0}], ids=str)
+def test_states_move_to_host_memory_with_the_pages(kind, changes):
+    model, prompts = tiny_hybrids.tiny_model(), make_prompts(3, shortest=6, longest=10)
+    changes = {"precision": tiny_hybrids.fp4(model), **changes}
+
+    def run(engine, *, releases):
+        for index, prompt in enumerate(prompts):
+            engine.submit(prompt, sampled(8, n=2, seed=2), prompt_index=index)
+        while engine.has_work:
+            if releases:
+                engine.release_pool()
+                assert engine.pool.num_bytes == 0 and engine.pool.states.layers == {}
+                assert not any(part.numel() for part in engine.pool.states._parts())
+            engine.step()
+        return [engine.take_finished()]
+
+    expected = run(ENGINES[kind](model, **changes), releases=False)
+    engine = ENGINES[kind](model, **changes)
+    found = run(engine, releases=True)
+    assert engine.stats.states_swapped_out > 0 and engine.pool.states.num_available == engine.max_batch
+    assert engine.stats.positions_recoded == 0
+    assert_same(found, expected)
 
 
 @KINDS
