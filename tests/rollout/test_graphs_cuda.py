@@ -160,3 +160,38 @@ def test_a_pool_is_sized_by_the_memory_that_is_left():
     assert engine.pool.num_bytes < 2 << 30
     engine.generate(make_prompts(3), sampled(9))
     assert torch.cuda.memory_reserved() - before < 1.25 * (2 << 30)  # others come and go; this process counts
+
+
+def test_the_memory_of_the_pool_leaves_torch_and_comes_back():
+    # Twice, because graphs captured anew need memory of their own; the allocator keeps nothing of either.
+    model, prompts = model_on_gpu(), make_prompts(6, shortest=6, longest=20)
+    engine = engine_of(model, num_pages=40_000)
+    size = engine.pool.num_bytes
+    assert size > 64 << 20
+    expected = engine.generate(prompts, sampled(24, **PARAMS))
+    for _ in range(2):
+        held, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        engine.release_pool()
+        assert held - torch.cuda.memory_allocated() >= size
+        assert kept - torch.cuda.memory_reserved() >= 0.9 * size
+        engine.update_weights(model.state_dict(), version=engine.weight_version + 1)
+        found = engine.generate(prompts, sampled(24, **PARAMS))
+        assert outputs(found) == outputs(expected)
+        assert torch.cuda.memory_allocated() <= held + (8 << 20)
+    assert engine.stats.eager_passes == 0
+
+
+def test_unfinished_sequences_go_on_after_a_release():
+    model, prompts = model_on_gpu(), make_prompts(5, shortest=6, longest=20)
+    expected = engine_of(model).generate(prompts, sampled(40))
+    engine = engine_of(model)
+    for index, prompt in enumerate(prompts):
+        engine.submit(prompt, sampled(40), prompt_index=index)
+    steps = 0
+    while engine.has_work:
+        engine.step()
+        steps += 1
+        if steps % 7 == 0:
+            engine.release_pool()
+    assert_same([[c] for c in engine.take_finished()], expected)
+    assert engine.stats.pages_swapped_out > 0
