@@ -24,10 +24,8 @@ from tracefp4.patching.budget import check_block
 from tracefp4.patching.rules import AUTO, ModuleDecision, PlanRules, decide, guided_layers
 from tracefp4.patching.schemes import can_follow, check_codec, check_recordable, part_scheme
 
-SUPPORTED_ARCHITECTURES = ("Qwen3MoeForCausalLM", "OlmoeForCausalLM")
-"""What a run can train and sample from."""
-PATCHED_ARCHITECTURES = (*SUPPORTED_ARCHITECTURES, "Qwen3_5MoeForCausalLM")
-"""What a plan can be made and carried out for."""
+SUPPORTED_ARCHITECTURES = ("Qwen3MoeForCausalLM", "OlmoeForCausalLM", "Qwen3_5MoeForCausalLM")
+"""What a plan can be made and carried out for, and a run can train and sample from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,10 +180,10 @@ def plan(model: nn.Module, rules: PlanRules) -> Plan:
             no module or for guidance and select no site.
     """
     architecture = type(model).__name__
-    if architecture not in PATCHED_ARCHITECTURES:
+    if architecture not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
             f"plan: {architecture} is not a supported mixture-of-experts model; supported: "
-            f"{', '.join(PATCHED_ARCHITECTURES)}. Pass a checkpoint of one of these."
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}. Pass a checkpoint of one of these."
         )
     check_adapters(model)
     config: Any = model.config

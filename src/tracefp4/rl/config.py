@@ -134,6 +134,9 @@ class RolloutConfig:
     prompts."""
     max_swapped_pages: int | None = None
     """Most KV pages that may wait in host memory; pages beyond come back from recorded codes. Absent: no limit."""
+    state_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """How the engine stores what gated delta layers remember (Qwen3.5): bfloat16 takes half the memory and moves half
+    the bytes at every step, auto is as wide as the trainer computes it. Only for models with such layers."""
     keep_pool: bool = True
     """Whether the engine keeps the memory of its pages while the trainer works. False: it is the trainer's between two
     rollouts, as in vLLM's sleep mode, and the next rollout makes the pages and captures its decode passes again, which

@@ -178,16 +178,18 @@ def _metrics(chosen: Sequence[Group], left: Sequence[Group]) -> dict[str, float]
 def check_restorable(plan: Plan) -> None:
     """Refuse a plan under which a suspended completion comes back with other K and V than its record has.
 
-    Fine are plans that record K and V of every layer (they come back bit for bit), and plans that record neither (they
-    are computed again under the weights in use, as where no cache outlives an update, and no record says otherwise).
+    Fine are plans that record K and V of every layer that has them (they come back bit for bit), and plans that record
+    neither (they are computed again under the weights in use, as where no cache outlives an update, and no record says
+    otherwise). A gated delta layer has none; its state is computed again under the weights in use.
 
     Raises: ConfigError naming the settings.
     """
     recorded = {site for site in plan.guided_sites if site.kind in CACHED}
-    if recorded and len(recorded) < len(CACHED) * len(plan.layers):
+    num_layers = sum(decision.kind == "kv" for decision in plan.decisions)
+    if recorded and len(recorded) < len(CACHED) * num_layers:
         raise ConfigError(
             f"rollout.partial_groups: K and V of a suspended completion come back from its record; got one with "
-            f"{len(recorded)} of the {len(CACHED) * len(plan.layers)} sites k and v of {len(plan.layers)} layers. "
+            f"{len(recorded)} of the {len(CACHED) * num_layers} sites k and v of {num_layers} layers. "
             "Allowed are all of them or none. Set quantization.layers = 'all' and name both k and v in "
             "quantization.sites, or neither; or set rollout.partial_groups = 0."
         )

@@ -13,6 +13,9 @@ from tracefp4.patching.plan import SUPPORTED_ARCHITECTURES
 if TYPE_CHECKING:
     from tracefp4.rl.placement import Placement
 
+LOADED_ARCHITECTURES = (*SUPPORTED_ARCHITECTURES, "Qwen3_5MoeForConditionalGeneration")
+"""What a checkpoint may be. Of one that sees images the text part is loaded, and is what a run saves."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationDefaults:
@@ -78,7 +81,7 @@ def policy_of(model: Any, tokenizer: Any, *, path: Path) -> Policy:
 
 
 def checked_directory(path: str | Path) -> Path:
-    """Return the directory of a checkpoint of a supported family that has a tokenizer.
+    """Return the directory of a checkpoint that can be loaded and has a tokenizer.
 
     Raises:
         ConfigError: it is none.
@@ -97,10 +100,10 @@ def checked_directory(path: str | Path) -> Path:
         raise ConfigError(
             f"model.path: {config_file} is not valid JSON: {error}. Download the checkpoint again."
         ) from error
-    if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
+    if not set(architectures) & set(LOADED_ARCHITECTURES):
         raise ConfigError(
             f"model.path: {directory} is a {architectures[0]}, which is not a supported mixture-of-experts model; "
-            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}."
+            f"supported: {', '.join(LOADED_ARCHITECTURES)}."
         )
     if not any(
         (directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")

@@ -61,6 +61,7 @@ def build_engine(
         max_tokens_per_step=rollout.max_tokens_per_step,
         records=records,
         prefix_cache=rollout.prefix_cache,
+        state_dtype=rollout.state_dtype,
         max_swapped_pages=rollout.max_swapped_pages,
         weight_version=options.weight_version,
         decode=options.decode,
