@@ -130,7 +130,9 @@ def test_other_settings_are_refused(tiny, tmp_path, changes):
     config = stopped(tiny, tmp_path / "run", after=1)
     ((name, value),) = changes.items()
     key = name.replace("__", r"\.")
-    only = rf"other settings: {key} was [^;]+, now {json.dumps(value)}\. Only rollout\.keep_pool, train\.steps"
+    only = (
+        rf"other settings: {key} was [^;]+, now {json.dumps(value)}\. Only rollout\.keep_pool, train\.steps"
+    )
     with pytest.raises(ConfigError, match=rf"--resume: the run was started with {only}"):
         train(changed(config, **changes, run__keep_last=7), resume=True)
 
