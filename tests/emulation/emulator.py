@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "src" / "tracefp4" / "ops"
 COMPILER = shutil.which("g++")
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w")
-_KERNEL = re.compile(r"^KERNEL (?:__launch_bounds__\(.*\) )?(\w+)\(", re.MULTILINE)
+_KERNEL = re.compile(r"^KERNEL (?:__launch_bounds__\(.*\) |[A-Z]+ )?(\w+)\(", re.MULTILINE)
 
 
 class Emulator:

@@ -9,6 +9,8 @@ _TESTS = "tests/ops/test_quantize_device.py::test_bytes_are_those_of_the_referen
 _DEQUANTIZE = "tests/ops/test_dequantize_device.py::"
 _GUIDED = "tests/ops/test_guided_quantize_device.py::"
 _FLIPS = "tests/ops/test_flips_device.py::"
+_BOUNDS = "tests/ops/test_nearness.py::test_bounds_are_those_of_every_bf16_number"
+_NEAR = "tests/ops/test_nearness.py::test_near_values_are_counted_among_all_bf16_numbers"
 _FIRST_USE = "tests/ops/test_device.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -205,6 +207,38 @@ MUTATIONS: tuple[Mutation, ...] = (
         tests=(_FLIPS + "test_nothing_beyond_a_row_is_flipped",),
     ),
     Mutation(
+        name="device_look_ups_far_from_the_boundary",
+        fault="Without a gate what nothing else explains is flipped although nearer values were not counted.",
+        path=_FOLDER + "flips.cuh",
+        old="candidate.key >> INDEX_BITS >= NEAR",
+        new="candidate.key == NO_CANDIDATE",
+        tests=(_FLIPS + "test_without_a_gate_values_that_are_not_near_are_flipped_up_to_the_last_rank",),
+    ),
+    Mutation(
+        name="device_near_values_of_another_scale",
+        fault="Near values are counted between the bounds of a scale with another fraction.",
+        path=_FOLDER + "kernel.cu",
+        old=">> 20 & 7;",
+        new=">> 21 & 7;",
+        tests=(_NEAR,),
+    ),
+    Mutation(
+        name="device_near_values_end_with_infinity",
+        fault="A value that is infinite over the exponent of its scale is not near, whatever the gate.",
+        path=_FOLDER + "kernel.cu",
+        old="            y = least_u16x2(y, 0x41C041C0);\n",
+        new="",
+        tests=(_NEAR,),
+    ),
+    Mutation(
+        name="device_near_bounds_are_inclusive",
+        fault="The first number beyond a bound counts as near.",
+        path=_FOLDER + "nearness.py",
+        old="below.append((z_IY - edge <= limit).sum(1))",
+        new="below.append((z_IY - edge <= limit).sum(1) + 1)",
+        tests=(_BOUNDS,),
+    ),
+    Mutation(
         name="device_ranks_too_few_candidates",
         fault="Where more candidates are near than a warp has lanes, too few of them are ranked.",
         path=_FOLDER + "search.cuh",
@@ -224,8 +258,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="device_unknown_bits_are_looked_up",
         fault="A block of a syndrome that touches NaN is taken for one without near values.",
         path=_FOLDER + "kernel.cu",
-        old="amax_bits < INF_BITS ? num_near : UNKNOWN",
-        new="num_near",
+        old="amax_bits < INF_BITS ? near : UNKNOWN",
+        new="near",
         tests=(_GUIDED + "test_guides_of_every_kind",),
     ),
     Mutation(
@@ -237,11 +271,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         tests=("tests/ops/test_recorded_quantize.py::test_one_pass_keeps_the_same_bytes",),
     ),
     Mutation(
-        name="device_syndromes_of_a_warp_run_into_the_next_row",
-        fault="The last warp of a row writes the bytes of blocks that the row has not.",
+        name="device_last_syndromes_of_a_row_left_out",
+        fault="The last byte of the syndromes that the warps of a row keep is not written.",
         path=_FOLDER + "recording.cu",
-        old="if (i < num_bytes && first + i < row_bytes)",
-        new="if (i < num_bytes)",
+        old="first + i < row_bytes",
+        new="first + i < row_bytes - 1",
         tests=("tests/ops/test_recorded_quantize.py::test_one_pass_keeps_the_same_bytes",),
     ),
     Mutation(

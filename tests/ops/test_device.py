@@ -264,8 +264,13 @@ def test_a_check_launches_what_guided_quantize_launches(launched, kind):
 @needs_compiler
 @pytest.mark.slow
 def test_a_check_launches_what_recording_launches(launched):
-    x, codec = rows(96), codec_by_name("bch32_2+secded")
-    called = launched(lambda: recording.recorded_quantize_on_device(x, NVFP4_KV, codec, 2, True))
+    codec = codec_by_name("bch32_2+secded")
+
+    def call():
+        for width in (96, 1120):
+            recording.recorded_quantize_on_device(rows(width), NVFP4_KV, codec, 2, True)
+
+    called = launched(call)
     case = guided.Case(SchemeCase(NVFP4_KV, torch.bfloat16), codec)
     assert called and called == launched(lambda: guided.differences(CPU, case))
 

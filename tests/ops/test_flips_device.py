@@ -27,21 +27,26 @@ def emulator(request, monkeypatch):
 
 
 def assert_flipped(distances, differs, flipped, *, band=None, code=BCH, width=64):
-    """A row of zeros, but for values below the boundary 0.25; its syndromes are those of bits that differ in places."""
-    x, bits = torch.zeros(1, width), torch.zeros(1, -(-width // code.length) * code.length, dtype=torch.uint8)
+    """A row of zeros, but for values below the boundary 0.25; its syndromes are those of bits that differ in places.
+    All values of the next row are near, and none differs."""
+    x, bits = (
+        torch.full((2, width), 0.24),
+        torch.zeros(2, -(-width // code.length) * code.length, dtype=torch.uint8),
+    )
+    x[0] = 0.0
     for j, c in distances.items():
         x[0, j] = 0.25 - c / 1024
     bits[0, list(differs)] = 1
     guide = Guide(
-        valid=torch.ones(1, dtype=torch.bool),
-        outer=torch.zeros(1, dtype=torch.int8),
-        block_scales=torch.full((1, width // 16), ONE, dtype=torch.uint8),
+        valid=torch.ones(2, dtype=torch.bool),
+        outer=torch.zeros(2, dtype=torch.int8),
+        block_scales=torch.full((2, width // 16), ONE, dtype=torch.uint8),
         syndromes=encode_syndromes(bits, code=code, backend=Backend.REFERENCE),
         code=code,
         band=band,
     )
     found = assert_guided(x.bfloat16(), NVFP4_ROW_POW2, guide)
-    assert found.codes.nonzero()[:, 1].tolist() == list(flipped)
+    assert found.codes.nonzero().tolist() == [[0, j] for j in flipped]
     assert int(found.undecoded) == (not flipped)
 
 
@@ -80,6 +85,13 @@ def test_only_the_nearest_of_many_candidates_are_flipped(places, band):
 
 
 @needs_compiler
+@pytest.mark.parametrize(("place", "flipped"), [(7, [7]), (19, [19]), (22 + 2, []), (63, [])])
+def test_without_a_gate_values_that_are_not_near_are_flipped_up_to_the_last_rank(place, flipped):
+    """Six values are near, the others are zeros: 18 of these have a rank, the last one position 21."""
+    assert_flipped(FEW, [place], flipped)
+
+
+@needs_compiler
 @pytest.mark.parametrize("places", [(64 + 3,), (64 + 3, 64 + 20), (64 + 1, 64 + 5, 64 + 31)])
 def test_the_last_block_of_a_row_is_shorter(places):
     near = {64 + 3: 1, 64 + 20: 2, 64 + 1: 3, 64 + 5: 4, 64 + 31: 5}
@@ -99,6 +111,8 @@ def test_of_two_sets_of_four_the_first_is_flipped():
     assert_flipped(dict.fromkeys((*first, *second), 8), second, min(first, second), band=0.0625)
     nearer = {j: 8 - (j in max(first, second)) for j in (*first, *second)}
     assert_flipped(nearer, first, max(first, second), band=0.0625)
+    cheaper = {**dict.fromkeys(first, 8), first[0]: 3, **dict.fromkeys(second, 7)}  # 3^2 + 3 * 8^2 > 4 * 7^2
+    assert_flipped(cheaper, first, second, band=0.0625)
 
 
 def two_sets(code: SyndromeCode) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -19,6 +19,7 @@ from tracefp4.formats.schemes import NVFP4_ROW_POW2
 from tracefp4.ops.device import DeviceLibrary, Launch, aligned
 from tracefp4.ops.guided_quantize import recording
 from tracefp4.ops.guided_quantize.decisions import SCALE_CODINGS, GuideKind, decisions_of, guide_of
+from tracefp4.ops.guided_quantize.nearness import near_bounds
 from tracefp4.ops.guided_quantize.reference import guided_quantize_reference
 from tracefp4.ops.guided_quantize.rows import (
     WARP,
@@ -34,6 +35,8 @@ from tracefp4.ops.kernels import first_difference
 from tracefp4.ops.parity_checks import numbers_on
 from tracefp4.ops.rules import SchemeCase
 
+_NEAR = 1 / 16
+"""NEAR of flips.cuh, in decode scales."""
 _RANKING_BYTES = 1024
 """`struct ranking` of search.cuh, one for every warp."""
 
@@ -105,9 +108,11 @@ def _shared_bytes(shape: Shape, width: int, scheme: Scheme, guide: Guide | None)
 def _operands(guide: Guide | None, device: torch.device) -> tuple[Tensor | float | None, ...]:
     """Return the band and what the kernel reads of a guide."""
     if guide is None:
-        return math.inf, None, None, None, None, None, None
+        return math.inf, None, None, None, None, None, None, None
+    has_bounds = guide.code is not None
     return (
         math.inf if guide.band is None else guide.band,
+        near_bounds(_NEAR if guide.band is None else guide.band, device) if has_bounds else None,
         guide.valid.contiguous(),
         aligned(decisions_of(guide)[1]),
         None if guide.code is None else numbers_on(guide.code, device),

@@ -45,8 +45,9 @@ struct scratch {
     int32_t *of_block; /* the largest magnitudes while scales are looked for, then how many values are near */
 };
 
-/* How many values of a block lie near enough to their alternative for a flip; sums of blocks stay apart, too. */
-enum { UNCOUNTED = 1 << 10, UNKNOWN = 1 << 20 /* the block is not finite, and so are not its rollout's bits */ };
+/* How many values of a block lie near their alternative: at most the band from it, or without a gate NEAR, which is a
+ * sixteenth, in the integers of a search. Sums of these stay apart, too. */
+enum { NEAR = 256, UNCOUNTED = 1 << 10, UNKNOWN = 1 << 20 /* not finite: the rollout's bits are unknown, too */ };
 
 DEVICE struct scratch scratch_of(unsigned char *shared, int width, int slots) {
     struct scratch scratch;
@@ -171,6 +172,7 @@ DEVICE uint64_t flip_alone(const struct code &code, const struct place &place, c
     for (int g = block.at / BLOCK + lane; num && g * BLOCK < block.at + block.n; g += block.team) near += of_row[g];
     struct candidate candidate = {NO_CANDIDATE, 0.0f, 0};
     if (lane < num && at < block.n) candidate = candidate_at(place, block, at, x, width, limit, result);
+    if (lane < num && !HAS_BAND && candidate.key >> INDEX_BITS >= NEAR) near = UNCOUNTED;
     if (lane < num && candidate.key == NO_CANDIDATE) near = UNKNOWN;
     for (int with = block.team / 2; with; with /= 2) near += __shfl_xor_sync(FULL_MASK, near, with);
     if (num == 0) return difference;
@@ -190,21 +192,19 @@ DEVICE void flip_searched(const struct code &code, const struct place &place, co
                           const struct result &result, struct tally &tally) {
     int lane = (int)threadIdx.x % WARP, is_known = 1;
     int32_t key[KEYS];
-    struct candidate candidate[KEYS];
     for (int i = 0; i < KEYS; i++) {
         int j = lane + i * WARP;
         key[i] = NO_CANDIDATE;
         if (j >= block.n) continue;
         is_known &= scratch.of_block[block.slot * (width / BLOCK) + (block.at + j) / BLOCK] < UNKNOWN;
-        candidate[i] = candidate_at(place, block, j, x, width, limit, result);
-        key[i] = candidate[i].key;
+        key[i] = candidate_at(place, block, j, x, width, limit, result).key;
     }
     struct flips flips = {0, NEVER, 0};
     if (__all_sync(FULL_MASK, is_known)) flips = cheapest_flips(code, difference, key, scratch.ranking);
     for (int f = 0; f < flips.num; f++) {
         int j = scratch.ranking->key[rank_at(flips, f)] & INDEX_MASK;
-        for (int i = 0; i < KEYS; i++)
-            if (j == lane + i * WARP) put_flipped(place, block, j, width, candidate[i], result);
+        if (j % WARP == lane)
+            put_flipped(place, block, j, width, candidate_at(place, block, j, x, width, limit, result), result);
     }
     tally.changed += lane == 0 ? flips.num : 0;
     tally.undecoded += flips.num == 0 && lane == 0;

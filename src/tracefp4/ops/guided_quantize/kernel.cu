@@ -5,6 +5,14 @@
 
 #include "flips.cuh"
 
+/* With syndromes the search would take so many registers that few rows are under way: at most 64 a thread. */
+#if RULE == 6
+#define RESIDENT __launch_bounds__(512, 2)
+#else
+#define RESIDENT
+#endif
+
+static_assert(BY_SYNDROMES == (RULE == 6), "RESIDENT is for syndromes");
 constexpr bool BY_PAIRS = IS_PACKED && !HAS_BAND && (FOLLOWS == FULL || FOLLOWS == NEAREST_CELL);
 
 /* The outer scale of this row: recorded, found, or the one of all rows. */
@@ -129,17 +137,41 @@ DEVICE struct decisions load_decisions(const struct guide &guide, int64_t block)
     return decisions;
 }
 
+/* How many values of a block lie near their alternative, two elements at a time; nearness.py has the bounds. */
+DEVICE int num_near(const struct values &values, const struct encoded &encoded, const struct grid &grid,
+                    const uint4 *bounds) {
+    int row = RULES.order == MX ? 0 : bits_of(encoded.decode_scale) >> 20 & 7;
+    uint4 below = bounds[2 * row], above = bounds[2 * row + 1];
+    uint32_t near = 0;
+    for (int p = 0; p < BLOCK / 2; p += 2) {
+        uint32_t four = encoded.word[p / 4] >> 8 * (p % 4) & 0x7777;
+        uint32_t below_low = __byte_perm(below.x, below.y, four), below_high = __byte_perm(below.z, below.w, four);
+        uint32_t above_low = __byte_perm(above.x, above.y, four), above_high = __byte_perm(above.z, above.w, four);
+        for (int h = 0; h < 2; h++) {
+            uint32_t y = mul_bf16x2(values.word[p + h] & 0x7FFF7FFF, grid.shift), pick = h ? 0x7362 : 0x5140;
+            y = least_u16x2(y, 0x41C041C0);
+            uint32_t is_near = above_bf16x2(__byte_perm(below_low, below_high, pick), y) |
+                               above_bf16x2(y, __byte_perm(above_low, above_high, pick));
+            near += is_near & 0x00800080;
+        }
+    }
+    return (int)((near & 0xFFFF) + (near >> 16)) >> 7;
+}
+
 /* Round a block of a valid row; nearest codes for syndromes, which are compared later. */
 DEVICE struct encoded follow_block(const struct values &values, const struct decisions &decisions, int32_t amax_bits,
-                                   uint32_t byte, struct outer outer, float band, struct tally &tally) {
+                                   uint32_t byte, struct outer outer, float band, const uint4 *bounds,
+                                   struct tally &tally, int *near) {
     struct encoded encoded;
-    if (BY_SYNDROMES && !HAS_BAND) {
+    struct grid grid = grid_of(amax_bits, byte, outer);
+    int before = tally.in_band, is_usable = amax_bits < INF_BITS && grid.decode_scale > 0.0f;
+    if (BY_SYNDROMES && (!HAS_BAND || IS_PACKED)) {
         encoded = encode_under(values, amax_bits, byte, outer);
-        tally.in_band += encoded.decode_scale > 0.0f ? BLOCK : 0;
+        if (IS_PACKED) *near = is_usable ? num_near(values, encoded, grid, bounds) : 0;
+        tally.in_band += HAS_BAND ? *near : is_usable ? BLOCK : 0;
         return encoded;
     }
-    struct grid grid = grid_of(amax_bits, byte, outer);
-    if (amax_bits >= INF_BITS || !(grid.decode_scale > 0.0f)) return encode_under(values, amax_bits, byte, outer);
+    if (!is_usable) return encode_under(values, amax_bits, byte, outer);
     struct edges edges;
     if (BY_PAIRS) edges = edges_of(grid.decode_scale);
     encoded.byte = byte;
@@ -148,6 +180,7 @@ DEVICE struct encoded follow_block(const struct values &values, const struct dec
     for (int w = 0; w < BLOCK / 8; w++)
         encoded.word[w] = BY_PAIRS ? followed_pairs(values.word + w * WORDS_OF_EIGHT, grid, edges, decisions.eight[w], tally)
                                    : followed_codes(values, 8 * w, grid.factor, band, decisions.eight[w], tally);
+    *near = tally.in_band - before;
     return encoded;
 }
 
@@ -166,9 +199,10 @@ DEVICE void count(const struct tally &tally, int32_t *counts) {
     counts[blockIdx.x * 3 + threadIdx.x] = sum;
 }
 
-/* Round rows; `threads` of a thread block take each. counts: three for every thread block, values that guidance changed,
+/* Round rows; `threads` of a thread block take each. bounds: between values that are near and others, for syndromes where
+ * elements are taken two at a time. counts: three for every thread block, values that guidance changed,
  * values in the band and undecoded blocks; NULL without a guide. */
-KERNEL guided_rows(const void *x, int num_rows, int width, int threads, float band, const uint8_t *valid,
+KERNEL RESIDENT guided_rows(const void *x, int num_rows, int width, int threads, float band, const uint4 *bounds, const uint8_t *valid,
                    const uint8_t *decisions, const int64_t *code, const void *recorded_outer,
                    const uint8_t *recorded_scales, const int64_t *scale_code, void *outer, uint8_t *block_scales,
                    void *values, uint8_t *codes, int32_t *counts) {
@@ -194,19 +228,19 @@ KERNEL guided_rows(const void *x, int num_rows, int width, int threads, float ba
             of_block = load_block(x, block);
             asked = load_decisions(guide, block);
         }
-        int32_t amax_bits = amax_of(of_block), before = tally.in_band;
+        int32_t amax_bits = amax_of(of_block);
+        int near = UNCOUNTED;
         struct encoded encoded;
         if (is_valid) {
             uint32_t byte = guided_byte(guide, block, amax_bits, scale, result);
-            encoded = follow_block(of_block, asked, amax_bits, byte, scale, band, tally);
+            encoded = follow_block(of_block, asked, amax_bits, byte, scale, band, bounds, tally, &near);
         } else {
             encoded = encode_under(of_block, amax_bits, scale_byte_of(amax_bits, x, block, scale), scale);
         }
         store_rounded(encoded, block, values, block_scales, codes);
         if (!BY_SYNDROMES) continue;
         put_lowest(encoded, scratch.bits + place.slot * words_of_bits(width), b);
-        int num_near = HAS_BAND ? tally.in_band - before : UNCOUNTED;
-        scratch.of_block[place.slot * num_blocks + b] = amax_bits < INF_BITS ? num_near : UNKNOWN;
+        scratch.of_block[place.slot * num_blocks + b] = amax_bits < INF_BITS ? near : UNKNOWN;
     }
     if (BY_SYNDROMES)
         flip_values(place, guide, x, width, HAS_BAND ? band : PLAUSIBLE_DISTANCE, scratch, result, tally);
