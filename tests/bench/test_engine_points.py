@@ -82,10 +82,12 @@ def test_sequences_fit_with_what_the_scheduler_keeps_free():
     assert len(load.contexts) == MAX_BATCH
     (load,) = loads_of(Point(128, "batch", 3), num_pages=24, page_size=16)
     assert load.contexts == (128,) * 3
-    with pytest.raises(ConfigError, match="3 sequences of 128 tokens need 24 pages; the pool has 23"):
+    with pytest.raises(
+        ConfigError, match="3 sequences of 128 tokens need the memory of 24 pages; there is room for 23"
+    ):
         loads_of(Point(128, "batch", 3), num_pages=23, page_size=16)
     for accounting in ("full", "together", "steady"):
-        with pytest.raises(ConfigError, match="the pool has 1 of 16 positions"):
+        with pytest.raises(ConfigError, match="there is room for 1 of 16 positions"):
             loads_of(Point(128, accounting), num_pages=1, page_size=16)
 
 
@@ -115,13 +117,14 @@ def test_no_context(text):
 
 
 def test_shapes_that_are_built():
-    assert measured_names() == ["qwen3-30b-a3b", "qwen3-235b-a22b", "tiny"]
+    names = ["qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.8-2.4t-a95b", "qwen3-30b-a3b", "qwen3-235b-a22b"]
+    assert measured_names() == [*names, "tiny", "tiny-hybrid"]
     part = measured_shape("Qwen3-30B", layers=4)
     assert part.name == "Qwen3-30B-A3B.4_layers" and part.attention_layers == (0, 1, 2, 3)
     assert measured_shape("qwen3-30b-a3b", layers=48) == measured_shape("qwen3-30b-a3b")
     assert read_sizes(config_of(part, max_positions=64)).num_layers == 4
     for name, why in (("gpt-oss-20b", "does not build"), ("qwen4", "no known shape")):
-        with pytest.raises(ConfigError, match=f"{why}.*shapes: qwen3-30b-a3b.*tiny"):
+        with pytest.raises(ConfigError, match=f"{why}.*shapes: qwen3.5-35b-a3b.*tiny"):
             measured_shape(name)
     with pytest.raises(ConfigError, match="cut to its first 3 layers; it has 2. Allowed: 1 to 2"):
         measured_shape("tiny", layers=3)

@@ -21,8 +21,8 @@ from tracefp4.cli.main import app
 from tracefp4.errors import ConfigError
 
 TINY_RUN = ("--random-weights", "tiny", "--context", "128", "--steps", "2")
-UNMEASURED = ("engine.qwen3.5-35b-a3b.", "engine.qwen3-30b-a3b.8k.transformers")
-"""Gates of a model that the suite does not build yet, and of a peer that nobody calls yet."""
+ELSEWHERE = ("engine.qwen3.5-35b-a3b.", "engine.qwen3-30b-a3b.8k.transformers")
+"""Gates of another model (test_engine_hybrids.py), and of a peer that nobody calls yet."""
 
 
 def run(out, *options):
@@ -64,7 +64,9 @@ def test_the_command_measures_every_group(tmp_path):
 def test_groups_time_and_memory_are_chosen(tmp_path):
     out = tmp_path / "engine.json"
     result = run(out, *TINY_RUN, "--only", "batch", "--layers", "1", "--json")
-    assert result.exit_code == 2 and "only the shape tiny runs" in result.output  # a part is another shape
+    assert (
+        result.exit_code == 2 and "only the shapes tiny and tiny-hybrid run" in result.output
+    )  # a part is another shape
     result = run(out, *TINY_RUN, "--only", "batch", "--memory", "0.7", "--json")
     assert result.exit_code == 0, result.output
     ids = {row["id"] for row in json.loads(out.read_text())["rows"]}
@@ -118,7 +120,7 @@ def test_a_wrong_record_is_a_wrong_result(tmp_path, monkeypatch):
     [
         (
             ("--random-weights", "gpt-oss-20b"),
-            "a model that this suite does not build; shapes: qwen3-30b-a3b",
+            "a model that this suite does not build; shapes: qwen3.5-35b-a3b",
         ),
         (("--random-weights", "qwen3-30b-a3b"), "is measured on an NVIDIA GPU"),
         ((*TINY_RUN, "--only", "whole"), "no group 'whole'; groups: full, together, steady, batch, zipf"),
@@ -247,7 +249,7 @@ def test_every_gate_of_the_engine_is_measured():
     rows = maker().rows(results, silent)
     ids = [row.id for row in rows]
     assert len(ids) == len(set(ids))
-    gated = {gate.row for gate in GATES if gate.suite == "engine" and not gate.row.startswith(UNMEASURED)}
+    gated = {gate.row for gate in GATES if gate.suite == "engine" and not gate.row.startswith(ELSEWHERE)}
     assert len(gated) == 13 and gated - set(ids) == set()
     assert sum(len(gates_of(row)) for row in rows) == 15
 

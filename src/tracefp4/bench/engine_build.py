@@ -4,6 +4,7 @@ Two engines do not fit beside each other, so one gives all of its memory back be
 """
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,36 +12,38 @@ from typing import Any
 import torch
 
 from tracefp4.bench.engine_decoding import DecodingEngine
-from tracefp4.bench.engine_points import MAX_BATCH, token_bytes, weight_bytes
-from tracefp4.bench.engine_shapes import PLANS, config_of, plan_of
+from tracefp4.bench.engine_points import MAX_BATCH, state_bytes, token_bytes, weight_bytes
+from tracefp4.bench.engine_shapes import PLANS, TINY, TINY_HYBRID, config_of, is_hybrid, plan_of
 from tracefp4.bench.engine_weights import RandomState
 from tracefp4.bench.routing import Skew
 from tracefp4.errors import ConfigError
 from tracefp4.formats.arithmetic import NATIVE
+from tracefp4.models import qwen3_5_moe_config
 from tracefp4.models.qwen3_moe_config import Qwen3MoeSizes, read_sizes
 from tracefp4.patching.plan import Plan
 from tracefp4.patching.shapes import ModelShape
+from tracefp4.rollout.options import StateDtype
 
 GIB = 1 << 30
 RESERVE_BYTES = int(2.7 * GIB)
 """Of a card, for activations, workspaces and graphs."""
 CPU_CARD_BYTES = 1 << 20
-"""What stands for a card on a processor, where only the tiny shape runs; nothing of it is reserved."""
+"""What stands for a card on a processor, where only the tiny shapes run; nothing of it is reserved."""
 
 
 def engine_device(shape: ModelShape) -> torch.device:
-    """Return where a shape is measured: the GPU; for the tiny one the processor where there is none.
+    """Return where a shape is measured: the GPU; for a tiny one the processor where there is none.
 
     Raises:
         ConfigError: Another shape, and no GPU.
     """
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    if shape.name == "tiny":
+    if shape in (TINY, TINY_HYBRID):
         return torch.device("cpu")
     raise ConfigError(
         f"bench engine: {shape.name} is measured on an NVIDIA GPU; this torch ({torch.__version__}) sees none. Without "
-        "one only the shape tiny runs. Run it on a GPU, or try the suite with --random-weights tiny."
+        "one only the shapes tiny and tiny-hybrid run. Run it on a GPU, or try the suite with --random-weights tiny."
     )
 
 
@@ -58,6 +61,8 @@ class Workshop:
     """Positions per page."""
     longest: int
     """Tokens of the longest sequence."""
+    state_dtype: StateDtype = "auto"
+    """How states are stored, where the model has them."""
     config: Any = field(init=False)
     """What transformers would have read."""
     sizes: Qwen3MoeSizes = field(init=False)
@@ -68,7 +73,8 @@ class Workshop:
     def __post_init__(self) -> None:
         config = config_of(self.shape, max_positions=self.longest)
         object.__setattr__(self, "config", config)
-        object.__setattr__(self, "sizes", read_sizes(config))
+        read = qwen3_5_moe_config.read_sizes if is_hybrid(self.shape) else read_sizes
+        object.__setattr__(self, "sizes", read(config))
         object.__setattr__(self, "plans", {name: plan_of(config, rules) for name, rules in PLANS.items()})
 
     @property
@@ -79,7 +85,7 @@ class Workshop:
         return int(torch.cuda.get_device_properties(self.device).total_memory)
 
     def num_pages(self, plan: str) -> int:
-        """Return the pages that the weights of a plan leave, and no more than the largest batch can use.
+        """Return the pages that the weights of a plan leave, if states take none of the memory.
 
         Raises:
             ConfigError: They leave none.
@@ -96,7 +102,13 @@ class Workshop:
                 f"{reserve / GIB:.3g} GiB reserved. Allowed are models that leave room for pages. Raise --memory, cut "
                 "the model with --layers, or measure a smaller one."
             )
-        return min(pages, MAX_BATCH * (-(-self.longest // self.page_size) + 1))
+        return pages
+
+    def state_pages(self, plan: str) -> float:
+        """Return the pages that the states of one sequence take the memory of."""
+        matrix_bytes = 2.0 if self.state_dtype == "bfloat16" else 4.0
+        page_bytes = self.page_size * token_bytes(self.sizes, self.plans[plan].layers)
+        return state_bytes(self.sizes, matrix_bytes) / page_bytes
 
     def state(self, plan: str, routing: Skew) -> RandomState:
         """Return weights of a plan under which tokens are routed so."""
@@ -111,7 +123,8 @@ class Workshop:
         max_batch: int,
         records: bool,
     ) -> None:
-        """Build an engine with all the pages that fit, work with it, and give its memory back.
+        """Build an engine with all the pages that fit beside its states, and no more than the largest batch can use,
+        work with it, and give its memory back.
 
         Args:
             work: Called once with the engine, of which it keeps nothing.
@@ -121,13 +134,15 @@ class Workshop:
             records: Whether it records what it rounds and routes.
         """
         found = self.plans[plan]
+        pages = self.num_pages(plan) - math.ceil(max_batch * self.state_pages(plan))
         engine = DecodingEngine(
             self.config,
             self.state(plan, routing),
             precision=found.layers,
             arithmetic=NATIVE,
             plan_digest=found.digest,
-            num_pages=self.num_pages(plan),
+            num_pages=min(pages, MAX_BATCH * (-(-self.longest // self.page_size) + 1)),
+            state_dtype=self.state_dtype,
             page_size=self.page_size,
             max_batch=max_batch,
             max_tokens_per_step=max_batch,

@@ -8,7 +8,8 @@ recorded are the steps; the positions before them have no rows. This is for meas
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tracefp4.formats.tensor import BlockTensor
 from tracefp4.guidance.record import Record, Site
 from tracefp4.kvcache import KVPool, PageAllocator, PageTable
 from tracefp4.kvcache.pool import frame_of
+from tracefp4.kvcache.states import StatePool
 from tracefp4.ops.pages import Pages
 from tracefp4.rollout import LocalEngine, SamplingParams
 from tracefp4.rollout import sequence as rollout_sequence
@@ -26,6 +28,8 @@ from tracefp4.rollout.graphs import DecodeGraphs, Outputs
 
 SCALE_BYTES = (0x28, 0x31)
 """E4M3 bytes of random block scales, first and one past the last: 0.25 to 0.5, so that values have about unit size."""
+STATE_STD = 0.1
+"""Of random states."""
 NUM_CHECKED = 32
 """Positions, at most, whose recorded bytes are compared with the pages."""
 
@@ -34,6 +38,7 @@ class DecodingEngine(LocalEngine):
     """A local engine that can be set to decode at any context; its pages come in random order."""
 
     def __post_init__(self, config: Any, state: Mapping[str, Tensor | BlockTensor]) -> None:
+        self._stays = False
         super().__post_init__(config, state)
         scatter_pages(self._allocator, random.Random(0))
 
@@ -67,6 +72,7 @@ class DecodingEngine(LocalEngine):
         self._residence.new_table = lambda: PageTable(
             self._allocator, page_size=self.page_size, copy=self.pool.copy, clear=clear
         )
+        self._stays = True  # a pass started ahead would not see what pages are filled with
         params = SamplingParams(max_tokens=num_steps + 1, seed=seed)
         for index, context in enumerate(contexts):
             last = generator.randrange(self._model.sizes.vocab_size)
@@ -74,24 +80,35 @@ class DecodingEngine(LocalEngine):
         for sequence in self._scheduler.waiting:
             sequence.num_computed = sequence.num_cached = len(sequence.ids) - 1
         self.step()
-        self._settle()  # a pass started ahead has not seen what pages are filled with
-        is_placing = False
+        self._stays = is_placing = False
         self._check_running(len(contexts))
         fill_pages(self.pool, seed)
+        if self.pool.states is not None:
+            fill_states(self.pool.states, seed)
 
-    def take_steps(self, num_steps: int) -> list[float]:
+    def take_steps(self, num_steps: int, *, stays: bool = False) -> list[float]:
         """Take steps; returns the seconds of each, until its tokens were on the host.
+
+        Args:
+            num_steps: How many; 0 is fine.
+            stays: Start no pass ahead in the last one.
 
         Raises:
             ConfigError: A sequence had to rest: this was no decode step of all of them.
         """
         seconds, running = [], len(self._scheduler.running)
-        for _ in range(num_steps):
+        for step in range(num_steps):
+            self._stays = stays and step == num_steps - 1
             begun = time.perf_counter()
             self.step()
             seconds.append(time.perf_counter() - begun)
+        self._stays = False
         self._check_running(running)
         return seconds
+
+    @property
+    def _may_run_ahead(self) -> bool:
+        return not self._stays and super()._may_run_ahead
 
     def drop(self) -> None:
         """Forget all sequences and their log."""
@@ -131,17 +148,18 @@ class DecodingEngine(LocalEngine):
     def count_draw_differences(self) -> int:
         """Take one step; returns how many sequences draw another token in it than the same pass launch by launch.
 
-        An engine that captures no passes has only the latter: 0.
+        No pass may have been started ahead (`take_steps`). An engine that captures no passes has only the latter: 0.
         """
         if self._graphs is None:
             self.take_steps(1)
             return 0
-        self._settle()
+        assert self._ahead is None, "the step before was to stay"
         self._scheduler.schedule()  # the step will find the pages that this gives out
         rows = self._scheduler.rows
         launched = DecodeGraphs(self._model, self.pool, rows, None, capture=launch_by_launch)
-        expected, _ = launched.run(len(rows))
-        launched.wait()
+        with kept_states(self.pool.states):
+            expected, _ = launched.run(len(rows))
+            launched.wait()
         tokens, sequences = expected.tokens.tolist(), list(rows.sequences)
         self.take_steps(1)
         return sum(sequence.ids[-1] != token for sequence, token in zip(sequences, tokens, strict=True))
@@ -186,6 +204,16 @@ def launch_by_launch(body: Callable[[], Outputs]) -> tuple[Callable[[], None], O
     return repeat, outputs
 
 
+@contextmanager
+def kept_states(states: StatePool | None) -> Iterator[None]:
+    """Put every state back as it was before the body, from host memory."""
+    parts = [] if states is None else [part for layer in states.layers.values() for part in layer]
+    saved = [part.to("cpu", copy=True) for part in parts]
+    yield
+    for part, before in zip(parts, saved, strict=True):
+        part.copy_(before)
+
+
 def scatter_pages(allocator: PageAllocator, generator: random.Random) -> None:
     """Hand the free frames out from now on in random order, as after many sequences have come and gone."""
     pages = [allocator.allocate() for _ in range(allocator.num_pages - allocator.num_used)]
@@ -193,6 +221,14 @@ def scatter_pages(allocator: PageAllocator, generator: random.Random) -> None:
     for page in pages:
         allocator.rest(page)
         allocator.drop(page)
+
+
+def fill_states(states: StatePool, seed: int) -> None:
+    """Fill all states with normal numbers, small enough for a step to leave them so."""
+    generator = torch.Generator(states.device).manual_seed(seed)
+    for layer in states.layers.values():
+        for part in layer:
+            part.normal_(std=STATE_STD, generator=generator)
 
 
 def fill_pages(pool: KVPool, seed: int) -> None:

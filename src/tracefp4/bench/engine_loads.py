@@ -88,7 +88,7 @@ def time_load(engine: DecodingEngine, load: Load, *, sizes: Qwen3MoeSizes, steps
     """
     records = engine.records is not False
     engine.place(load.contexts, num_steps=steps.total)
-    engine.take_steps(steps.warm - 2)
+    engine.take_steps(steps.warm - 2, stays=True)
     draw_differences = engine.count_draw_differences()
     distinct = engine.experts_in_use() if records else [sizes.num_experts] * sizes.num_layers
     # a step sees what is there before its token; the last one leaves a context as long as the load says
@@ -98,6 +98,7 @@ def time_load(engine: DecodingEngine, load: Load, *, sizes: Qwen3MoeSizes, steps
         engine.precision,
         contexts=[context - middle for context in load.contexts],
         distinct=distinct,
+        matrix_bytes=2.0 if engine.state_dtype == "bfloat16" else 4.0,
     )
     profile = None
     if steps.profiled:

@@ -11,7 +11,7 @@ nothing is measured here.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -19,6 +19,7 @@ from tracefp4.bench.routing import Skew
 from tracefp4.bench.traffic import BF16
 from tracefp4.errors import ConfigError
 from tracefp4.formats.precision import LayerPrecision
+from tracefp4.models.qwen3_5_moe_config import Qwen35MoeSizes
 from tracefp4.models.qwen3_moe_config import Qwen3MoeSizes
 
 Accounting = Literal["full", "together", "steady", "batch"]
@@ -97,13 +98,14 @@ def chosen_points(only: Sequence[str], contexts: Sequence[int]) -> list[Point]:
     return [point for point in all_points(contexts) if not only or point.group in only]
 
 
-def loads_of(point: Point, *, num_pages: int, page_size: int) -> list[Load]:
+def loads_of(point: Point, *, num_pages: int, page_size: int, state_pages: float = 0.0) -> list[Load]:
     """Return what must be timed for a point, shortest contexts first.
 
     Args:
         point: What is measured.
-        num_pages: Pages of the pool.
+        num_pages: Pages of a pool that takes all of the memory.
         page_size: Positions per page.
+        state_pages: Pages whose memory the states of one sequence take; 0 where all layers have pages.
 
     Raises:
         ConfigError: Its sequences do not fit into the pool.
@@ -112,23 +114,39 @@ def loads_of(point: Point, *, num_pages: int, page_size: int) -> list[Load]:
     def pages(context: int) -> int:
         return -(-context // page_size)
 
-    if point.accounting == "steady":
-        batch = _largest(lambda n: sum(map(pages, spread(point.context, n))) + n // page_size, num_pages)
-    elif point.batch is None:
+    def needed(batch: int) -> int:
         # a scheduler that lets sequences in keeps a page for every page_size of those that run
-        batch = _largest(lambda n: n * pages(point.context) + n // page_size, num_pages)
+        contexts = spread(point.context, batch) if point.accounting == "steady" else [point.context] * batch
+        kept = batch // page_size if point.batch is None else 0
+        return sum(map(pages, contexts)) + kept + math.ceil(batch * state_pages)
+
+    if point.batch is None:
+        batch = _largest(needed, num_pages)
     else:
-        batch = point.batch if point.batch * pages(point.context) <= num_pages else 0
+        batch = point.batch if needed(point.batch) <= num_pages else 0
     if not batch:
         raise ConfigError(
-            f"bench engine: {point.batch or 1} sequences of {point.context} tokens need "
-            f"{(point.batch or 1) * pages(point.context)} pages; the pool has {num_pages} of {page_size} positions. At "
-            "most as many as the pool has are allowed. Give the engine more memory, or a shorter --context."
+            f"bench engine: {point.batch or 1} sequences of {point.context} tokens need the memory of "
+            f"{needed(point.batch or 1)} pages; there is room for {num_pages} of {page_size} positions. At most as "
+            "many as there is room for are allowed. Give the engine more memory, or a shorter --context."
         )
     if point.accounting == "steady":
         return [Load(spread(point.context, batch), point.routing)]
     contexts = grid(point.context) if point.accounting == "together" else (point.context,)
     return [Load((context,) * batch, point.routing) for context in contexts]
+
+
+def side_by_side(loads: Mapping[Point, list[Load]], *, has_states: bool) -> list[dict[Point, list[Load]]]:
+    """Return points by engine: all on one, unless there are states.
+
+    An engine has a state for every sequence that it may run, whose memory a smaller batch cannot use for pages. So with
+    states every batch size has an engine of its own, the largest first.
+    """
+    if not has_states:
+        return [dict(loads)] if loads else []
+    batches = {point: max(len(load.contexts) for load in found) for point, found in loads.items()}
+    sizes = sorted(set(batches.values()), reverse=True)
+    return [{point: loads[point] for point in loads if batches[point] == size} for size in sizes]
 
 
 def _largest(needed: Callable[[int], int], available: int) -> int:
@@ -181,11 +199,13 @@ class StepBytes:
     """Weights of the experts in use, summed over the layers."""
     kv: float
     """K and V that are read, and those of the new tokens that are written."""
+    states: float = 0.0
+    """States of layers without K and V, read and written."""
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.dense + self.experts + self.kv
+        return self.dense + self.experts + self.kv + self.states
 
 
 def value_bytes(block_size: int | None) -> float:
@@ -199,6 +219,7 @@ def step_bytes(
     *,
     contexts: Sequence[float],
     distinct: Sequence[float],
+    matrix_bytes: float = 4.0,
 ) -> StepBytes:
     """Return what a decode step must move.
 
@@ -207,6 +228,7 @@ def step_bytes(
         precision: One entry per layer.
         contexts: Of all sequences.
         distinct: Experts in use, by layer.
+        matrix_bytes: Of one value of a state's matrices.
     """
     batch = len(contexts)
     dense, expert_values = batch * sizes.hidden_size * BF16, 3 * sizes.hidden_size * sizes.expert_size
@@ -218,13 +240,26 @@ def step_bytes(
         for count, layer in zip(distinct, precision, strict=True)
     )
     tokens = sum(contexts) + batch
-    return StepBytes(dense=dense, experts=experts, kv=tokens * token_bytes(sizes, precision))
+    states = 2.0 * batch * state_bytes(sizes, matrix_bytes)
+    return StepBytes(dense=dense, experts=experts, kv=tokens * token_bytes(sizes, precision), states=states)
 
 
 def token_bytes(sizes: Qwen3MoeSizes, precision: Sequence[LayerPrecision]) -> float:
     """Return the bytes of K and V of one position over all layers."""
     values = 2 * sizes.num_kv_heads * sizes.head_dim
-    return sum(values * value_bytes(None if layer.kv is None else layer.kv.block_size) for layer in precision)
+    return sum(
+        values * value_bytes(None if found.kv is None else found.kv.block_size)
+        for layer, found in enumerate(precision)
+        if layer not in sizes.state_layers
+    )
+
+
+def state_bytes(sizes: Qwen3MoeSizes, matrix_bytes: float) -> float:
+    """Return the bytes of one sequence's states over all layers: matrices, and the last inputs of convolutions."""
+    if not isinstance(sizes, Qwen35MoeSizes):
+        return 0.0
+    matrices = sizes.delta_value_heads * sizes.delta_value_dim * sizes.delta_key_dim * matrix_bytes
+    return len(sizes.state_layers) * (matrices + BF16 * (sizes.delta_taps - 1) * sizes.delta_width)
 
 
 def weight_bytes(sizes: Qwen3MoeSizes, precision: Sequence[LayerPrecision]) -> float:

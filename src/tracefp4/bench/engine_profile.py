@@ -96,6 +96,7 @@ def profile_step(
         "gate_up_": moved.experts * 2 / 3,
         "down_": moved.experts / 3,
         "multiply_head": head_bytes,
+        "step_heads": moved.states,
     }
     return make_profile(times, known)
 

@@ -8,7 +8,7 @@ weights leave it: FP4, BF16, and FP4 once more without records. Every point is p
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -23,12 +23,15 @@ from tracefp4.bench.engine_points import (
     chosen_points,
     first_context,
     loads_of,
+    side_by_side,
 )
 from tracefp4.bench.engine_rows import PEER_PLAN, PLAN, PointResult, RowMaker
+from tracefp4.bench.engine_shapes import is_hybrid
 from tracefp4.bench.row import BenchRow, describe_machine
 from tracefp4.errors import ConfigError, TraceFP4Error
 from tracefp4.ops.backend import choose
 from tracefp4.patching.shapes import ModelShape
+from tracefp4.rollout.options import StateDtype
 
 USUAL_MEMORY = 0.90
 USUAL_STEPS = Steps()
@@ -51,6 +54,8 @@ class EngineOptions:
     """Positions per page."""
     steps: Steps = USUAL_STEPS
     """Of every load."""
+    state_dtype: StateDtype = "auto"
+    """How states are stored; "auto" where the model has none, and for float32."""
     is_profiled: bool = False
     """Profile a step of every point of the group `full`."""
 
@@ -62,6 +67,12 @@ class EngineOptions:
                 "8k. Correct --context."
             )
         chosen_points(self.only, self.contexts)
+        allowed = get_args(StateDtype) if is_hybrid(self.shape) else ("auto",)
+        if self.state_dtype not in allowed:
+            raise ConfigError(
+                f"bench engine: states of {self.shape.name} cannot be stored like that; got {self.state_dtype!r}. "
+                f"Allowed is {' or '.join(allowed)}. Correct --state-dtype, or leave it out."
+            )
         shortest = min(first_context(context) for context in self.contexts)
         if shortest <= self.steps.total:
             raise ConfigError(
@@ -136,6 +147,7 @@ class EngineSuite:
             memory=options.memory,
             page_size=options.page_size,
             longest=max(options.contexts),
+            state_dtype=options.state_dtype,
         )
         self._maker = self._new_maker(device)
         self._begun = self._end = 0.0
@@ -164,18 +176,30 @@ class EngineSuite:
         self._on_event(f"copy bandwidth {bandwidth / 1e9:,.0f} GB/s")
         return RowMaker(
             shape=self._options.shape.name.lower(),
-            suffix="" if share == USUAL_MEMORY else f".memory{100 * share:.0f}",
+            suffix=self._state_suffix() + ("" if share == USUAL_MEMORY else f".memory{100 * share:.0f}"),
             machine=describe_machine(device if device.type == "cuda" else None),
             bytes_per_s=bandwidth,
             backend=choose("kv_attention", device).value,
             facts={"memory": share, "page_size": float(self._options.page_size)},
         )
 
+    def _state_suffix(self) -> str:
+        """What ids say of states: those of models without any say nothing."""
+        if not self._workshop.sizes.state_layers:
+            return ""
+        return ".bf16_state" if self._options.state_dtype == "bfloat16" else ".fp32_state"
+
     def _measure(self, plan: str, points: Sequence[Point], *, records: bool = True) -> None:
-        """Time points on one engine, those of one routing after the other."""
+        """Time points, those that an engine can hold side by side on one, those of one routing after the other."""
         label = plan if records else f"{plan} without records"
-        loads = self._fitting(label, self._workshop.num_pages(plan), points)
-        if not loads or self._is_late([f"{label} {point.name}" for point in loads]):
+        fitting = self._fitting(label, plan, points)
+        for loads in side_by_side(fitting, has_states=self._workshop.state_pages(plan) > 0):
+            self._measure_on_one(label, plan, loads, records=records)
+
+    def _measure_on_one(
+        self, label: str, plan: str, loads: Mapping[Point, list[Load]], *, records: bool
+    ) -> None:
+        if self._is_late([f"{label} {point.name}" for point in loads]):
             return
         max_batch = max(len(load.contexts) for found in loads.values() for load in found)
         begun, routing = time.monotonic(), next(iter(loads)).routing
@@ -190,12 +214,16 @@ class EngineSuite:
 
         self._workshop.use(work, plan, routing=routing, max_batch=max_batch, records=records)
 
-    def _fitting(self, label: str, num_pages: int, points: Sequence[Point]) -> dict[Point, list[Load]]:
+    def _fitting(self, label: str, plan: str, points: Sequence[Point]) -> dict[Point, list[Load]]:
         """The loads of every point that fits; the others are named."""
         fitting = {}
+        num_pages, state_pages = self._workshop.num_pages(plan), self._workshop.state_pages(plan)
+        page_size = self._options.page_size
         for point in points:
             try:
-                fitting[point] = loads_of(point, num_pages=num_pages, page_size=self._options.page_size)
+                fitting[point] = loads_of(
+                    point, num_pages=num_pages, page_size=page_size, state_pages=state_pages
+                )
             except ConfigError as problem:
                 self._found.unfit[f"{label} {point.name}"] = str(problem)
                 self._on_event(f"{label} {point.name}: does not fit, {problem}")

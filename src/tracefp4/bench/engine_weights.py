@@ -2,7 +2,7 @@
 
 Every tensor depends on its name and the seed alone, so asking twice gives the same values and nothing is kept: what is
 in memory is the engine's copy and one tensor. Experts that a plan quantizes are random valid bytes from the start. The
-scales keep activations at about unit size in every layer: matrices have variance 1 / (columns), norms are ones.
+scales keep activations at about unit size in every layer: matrices have variance 1 / (columns), norms multiply by one.
 
 Routing follows from the weights. "uniform": router logits are independent normal numbers. "zipf": one column of the
 embedding is the same for all tokens and survives in the residual stream, and every router has -ln(rank) on it, with
@@ -57,6 +57,7 @@ class RandomState(Mapping[str, Tensor | BlockTensor]):
         seed: int = 0,
     ) -> None:
         self._shapes = sizes.shapes()
+        self._is_hybrid = bool(sizes.state_layers)
         self._schemes = [layer.weight for layer in precision]
         self._device = device
         self._routing = routing
@@ -77,7 +78,10 @@ class RandomState(Mapping[str, Tensor | BlockTensor]):
         shape = self._shapes[name]
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
+            # Qwen3.5 multiplies by 1 + w in its norms, but for that of a gated delta layer
+            is_centered = self._is_hybrid and name.endswith("norm.weight") and ".linear_attn." not in name
+            value = 0.0 if is_centered or name.endswith(("A_log", "dt_bias")) else 1.0
+            return torch.full(shape, value, dtype=torch.bfloat16, device=self._device)
         scheme = self._schemes[int(name.split(".")[2])] if ".experts." in name else None
         if scheme is not None:
             return _random_bytes(shape, scheme, generator)

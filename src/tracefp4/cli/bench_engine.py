@@ -3,7 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -12,6 +12,7 @@ from tracefp4.cli.options import JsonOption
 if TYPE_CHECKING:
     from tracefp4.bench.engine_run import EngineRun
     from tracefp4.diagnostics.report import Table
+    from tracefp4.rollout.options import StateDtype
 
 EXIT_GATE_MISSED = 1
 
@@ -44,6 +45,9 @@ def engine(
     page_size: Annotated[
         int, typer.Option("--page-size", help="Positions of a page of K and V.", min=1)
     ] = 16,
+    state_dtype: Annotated[
+        str, typer.Option("--state-dtype", help="Of gated delta layers: float32 or bfloat16.")
+    ] = "auto",
     steps: Annotated[
         int, typer.Option("--steps", help="Timed steps of a load; a quarter more is warmed up with.", min=1)
     ] = 64,
@@ -91,6 +95,7 @@ def engine(
         only=tuple(_parts(only)),
         memory=memory,
         page_size=page_size,
+        state_dtype=cast("StateDtype", state_dtype),
         steps=Steps(timed=steps, warm=max(2, steps // 4)),
         is_profiled=profile,
     )
