@@ -30,3 +30,17 @@ def test_two_layers_decode_in_captured_passes(tmp_path):
     assert rows["1k.zipf"]["facts"]["distinct_experts"] < rows["1k"]["facts"]["distinct_experts"] + 1
     names = [kernel["name"] for kernel in stored["profiles"]["engine.qwen3-30b-a3b.2_layers.1k"]]
     assert any(name.startswith("attend") for name in names), names
+
+
+def test_four_layers_of_a_hybrid_decode_in_captured_passes(tmp_path):
+    out = tmp_path / "engine.json"
+    options = ["--random-weights", "qwen3.5-35b-a3b", "--layers", "4", "--context", "1k", "--steps", "8"]
+    options += ["--only", "full,batch", "--state-dtype", "bfloat16", "--memory", "0.3", "--out", str(out)]
+    result = CliRunner().invoke(app, ["bench", "engine", *options])
+    stored = json.loads(out.read_text())
+    assert not stored["failed"], result.output
+    assert len(stored["rows"]) >= 6
+    for row in stored["rows"]:
+        assert row["check"]["error"] == 0, (row["id"], row["check"])
+        assert row["facts"]["captured_steps"] == row["facts"]["timed_steps"] == 8
+        assert 0 < row["share"] < 1.1, (row["id"], row["share"])
