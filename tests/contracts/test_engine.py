@@ -163,7 +163,7 @@ def next_logits(engine, ids):
 
     def keep(works):
         result = probe(works)
-        kept.append(result[0])
+        kept.append(result.outputs)
         return result
 
     engine._runner.run = keep

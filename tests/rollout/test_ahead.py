@@ -1,4 +1,4 @@
-"""Passes started before the tokens of the one before are booked: same tokens and records, whatever comes between."""
+"""Passes started before the tokens of the one before are known: same tokens and records, whatever comes between."""
 
 import pytest
 from tests.models.tiny_models import tiny_model
@@ -22,19 +22,19 @@ def assert_same(found, expected):
 def plain_engine(**changes):
     """Captured passes, each chosen by `schedule` once everything before it has been booked."""
     engine, _ = captured_engine(MODEL, **changes)
-    engine._scheduler.place = lambda: False
+    engine._scheduler.place = lambda computed: False
     return engine
 
 
 def ends(engine):
-    """Step to the end; the sequences that each step returned."""
+    """Step to the end; the sequences that the steps returned, by age."""
     found = []
     while engine.has_work:
         finished = engine.step()
-        found.append([(s.order, tuple(s.ids), s.finish_reason) for s in finished])
-        assert not finished or engine._ahead is None
+        found += [(s.order, tuple(s.ids), s.finish_reason) for s in finished]
+        assert engine.has_work or engine._ahead is None
         assert all(s.num_cached == len(s.ids) - 1 for s in engine._scheduler.rows.sequences)
-    return found
+    return sorted(found)
 
 
 def both(work, **changes):
@@ -67,17 +67,16 @@ def submit(engine, prompts, lengths, **params):
     ],
     ids=["default", "few", "preemption", "chunks", "prefixes", "sealed", "lost"],
 )
-def test_every_step_ends_what_it_ends_in_the_plain_order(changes):
-    # Mutations: a row's last position one too late; a stop token not looked for; pages taken where they are short.
+def test_every_sequence_ends_as_in_the_plain_order(changes):
+    # Mutations: a row's last position one too late; tokens after a stop token; pages taken where they are short.
     def work(engine):
         prompts = make_prompts(5, shortest=6, longest=10)
         submit(engine, prompts, [3, 9, 14, 20, 20], n=2, stop_token_ids=(1, 2))
         return ends(engine)
 
     ahead, plain = both(work, **changes)
-    assert ahead.stats.dropped_passes == 0
-    assert ahead.stats.preemptions == plain.stats.preemptions
-    assert ahead.stats.num_steps == plain.stats.num_steps
+    # who ends by a stop token is seen a pass later, and the last ones leave a pass behind
+    assert ahead.stats.dropped_passes <= 1
     assert (ahead.stats.preemptions > 0) == ("num_pages" in changes)
 
 
@@ -150,10 +149,10 @@ def test_tokens_are_booked_even_if_the_next_pass_does_not_start(monkeypatch):
     engine.step()
     run, is_failing = engine._graphs.run, [False, True]
 
-    def fail(count):
+    def fail(count, **changes):
         if is_failing and is_failing.pop(0):
             raise RecordError("no room")
-        return run(count)
+        return run(count, **changes)
 
     monkeypatch.setattr(engine._graphs, "run", fail)
     with pytest.raises(RecordError, match="no room"):

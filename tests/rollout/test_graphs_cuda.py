@@ -10,6 +10,7 @@ from tests.rollout.engines import make_engine, make_prompts, outputs, sampled
 
 from tracefp4.formats.arithmetic import NATIVE
 from tracefp4.guidance import records_equal
+from tracefp4.rollout.graphs import Started
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,25 +83,27 @@ def test_new_weights_between_steps_are_those_that_graphs_read():
 @pytest.mark.parametrize("changes", [{}, {"num_pages": 12, "max_length": 64}, {"max_log_rows": 40}])
 def test_passes_started_ahead_give_what_the_plain_order_gives(changes):
     first, second, prompts = model_on_gpu(), model_on_gpu(seed=1), make_prompts(4, shortest=6, longest=20)
+    # where pages are short, who waits for them may enter a step later than in the plain order
+    stops = () if "num_pages" in changes else (1, 2)
 
     def run(engine):
         for index, prompt in enumerate(prompts):
-            engine.submit(prompt, sampled(30, n=2, seed=2, stop_token_ids=(1, 2)), prompt_index=index)
-        steps = [sorted(s.order for s in engine.step()) for _ in range(8)]
+            engine.submit(prompt, sampled(30, n=2, seed=2, stop_token_ids=stops), prompt_index=index)
+        ended = [s.order for _ in range(8) for s in engine.step()]
         engine.update_weights(second.state_dict(), version=1)
-        steps += [sorted(s.order for s in engine.step()) for _ in range(4)]
+        ended += [s.order for _ in range(4) for s in engine.step()]
         engine.pause()
         engine.resume()
         engine.abort(1)
         while engine.has_work:
-            steps.append(sorted(s.order for s in engine.step()))
-        return steps, engine.take_finished()
+            ended += [s.order for s in engine.step()]
+        return sorted(ended), engine.take_finished()
 
     ahead, plain = engine_of(first, **changes), engine_of(first, **changes)
-    plain._scheduler.place = lambda: False
-    steps, found = run(ahead)
-    expected_steps, expected = run(plain)
-    assert steps == expected_steps
+    plain._scheduler.place = lambda computed: False
+    ended, found = run(ahead)
+    expected_ended, expected = run(plain)
+    assert ended == expected_ended
     assert_same([found], [expected])
     assert [c.weight_versions for c in found] == [c.weight_versions for c in expected]
     assert plain.stats.ahead_passes == 0 < ahead.stats.ahead_passes
@@ -141,8 +144,8 @@ def test_a_decode_step_waits_for_its_tokens_alone(monkeypatch):
         engine.submit(prompt, sampled(40), prompt_index=index)
     while len(engine._scheduler.rows) < 5 or not engine.stats.graph_passes:
         engine.step()
-    waits, wait = [], engine._graphs.wait
-    monkeypatch.setattr(engine._graphs, "wait", lambda: waits.append(None) or wait())
+    waits, wait = [], Started.wait
+    monkeypatch.setattr(Started, "wait", lambda started: waits.append(None) or wait(started))
     with no_waiting():
         for _ in range(20):
             engine.step()

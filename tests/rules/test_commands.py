@@ -40,7 +40,7 @@ OPTIONS = {
     "store check": ["--json", "--rebuild", "PATH"],
     "bench engine": [
         "--context", "--json", "--layers", "--memory", "--only", "--out", "--page-size", "--profile",
-        "--random-weights", "--seconds", "--steps",
+        "--random-weights", "--seconds", "--state-dtype", "--steps",
     ],
     "bench gates": ["--json", "--results"],
     "bench trainer": ["--device", "--json", "--layers", "--model", "--out", "--seed"],

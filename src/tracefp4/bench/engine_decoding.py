@@ -158,9 +158,9 @@ class DecodingEngine(LocalEngine):
         rows = self._scheduler.rows
         launched = DecodeGraphs(self._model, self.pool, rows, None, capture=launch_by_launch)
         with kept_states(self.pool.states):
-            expected, _ = launched.run(len(rows))
-            launched.wait()
-        tokens, sequences = expected.tokens.tolist(), list(rows.sequences)
+            started = launched.run(len(rows))
+            started.wait()
+        tokens, sequences = started.sampled.tokens.tolist(), list(rows.sequences)
         self.take_steps(1)
         return sum(sequence.ids[-1] != token for sequence, token in zip(sequences, tokens, strict=True))
 

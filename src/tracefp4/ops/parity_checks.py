@@ -137,7 +137,8 @@ def numbers_on(code: SyndromeCode, device: torch.device) -> Tensor:
     bits = torch.arange(16, device="cpu") >> torch.arange(4, device="cpu")[:, None] & 1
     sums = reduce(xor, (columns * bits).unbind(1))
     shift, positions = _tags(code)
-    tagged = torch.tensor([code.distance, shift, *(code.columns[j] for j in positions), *positions])
+    numbers = [code.distance, shift, *(code.columns[j] for j in positions), *positions]
+    tagged = torch.tensor(numbers, device="cpu")
     return torch.cat([code_numbers(code), sums.flatten(), tagged]).to(device)
 
 

@@ -95,7 +95,8 @@ class LocalEngine(EngineOptions, CompletingCalls):
     def step(self) -> list[Sequence]:
         """Run one pass; returns the sequences that finished in it (`take_finished` gives their completions).
 
-        Where the next pass is the same rows alone, it starts before the tokens of this one are booked.
+        Where the next pass is the same rows alone, it starts before the tokens of this one are known: it takes them on
+        the device. A row whose token ends it is then computed once more, and nobody looks at that.
 
         Raises: ConfigError while the engine is paused.
         """
@@ -112,28 +113,25 @@ class LocalEngine(EngineOptions, CompletingCalls):
         """Take what a pass has drawn, and start the next one where `goes_on` and it may be started already."""
         self._ahead = None
         # the device computes meanwhile
-        draws = self._scheduler.advance(
-            computed.chunks,
-            version=self.weight_version,
-            row_log=computed.row_log,
-            chunk_log=computed.chunk_log,
-        )
-        token_ids, logprobs = self._runner.draw(computed, draws)
-        may_go_on = self._scheduler.write(token_ids) and goes_on and self._may_run_ahead
+        draws = self._scheduler.advance(computed, version=self.weight_version)
         try:
-            if may_go_on and self._scheduler.place():
-                self._ahead = self._runner.run([])
+            if goes_on and self._may_run_ahead and self._scheduler.place(computed):
+                self._ahead = self._runner.follow()
         finally:
-            finished = self._scheduler.accept(draws, token_ids, logprobs, ended=self._ledger.finished)
-        if self._ahead is None:  # a pass under way names rows of the log
-            self._ledger.seal_if_long()
+            drawn = self._runner.draw(computed, draws)
+            num_drawn = drawn.num_wanted
+            finished = self._scheduler.accept(drawn, ended=self._ledger.finished)
         self._stats = self._stats.after_step(
             prefill_tokens=computed.num_given,
-            tokens_generated=len(token_ids),
+            tokens_generated=num_drawn,
             decode_pass=computed.decode_pass,
             is_ahead=self._ahead is not None,
             seconds=time.perf_counter() - started,
         )
+        if self._ahead is None:  # a pass under way names rows of the log
+            self._ledger.seal_if_long()
+        elif not self._scheduler.rows.sequences:
+            self._drop_ahead()  # all of its rows have ended
         return finished
 
     def abort(self, request_id: int) -> None:
@@ -205,9 +203,12 @@ class LocalEngine(EngineOptions, CompletingCalls):
         if self._ahead is not None and self.pool.states is not None:
             self._book(self._ahead, time.perf_counter(), goes_on=False)
         elif self._ahead is not None:
-            self._ahead = None
-            self._stats = replace(self._stats, dropped_passes=self._stats.dropped_passes + 1)
-            self._runner.wait()
+            self._ahead.wait()
+            self._drop_ahead()
+
+    def _drop_ahead(self) -> None:
+        self._ahead = None
+        self._stats = replace(self._stats, dropped_passes=self._stats.dropped_passes + 1)
 
     def _check(self, job: Job) -> None:
         check_job(job, vocab_size=self._model.sizes.vocab_size, can_decode=self.decode is not None)

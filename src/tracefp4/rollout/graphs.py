@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from tracefp4.models.taps import StackedTaps
 from tracefp4.ops.backend import Backend, choose
 from tracefp4.ops.sample import Sampled, sample
 from tracefp4.rollout.recorder import Recorder
-from tracefp4.rollout.rows import NUM_COLUMNS, DecodeRows, batch_of, draws_of
+from tracefp4.rollout.rows import NUM_COLUMNS, TOKEN, DecodeRows, batch_of, draws_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -48,6 +49,32 @@ def buckets(max_batch: int) -> list[int]:
     """Sizes that are captured: 1, 2, 4, then steps of 8 to 64, of 16 to 256, of 32 beyond, and max_batch itself."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_batch, 32)]
     return [size for size in sizes if size < max_batch] + [max_batch]
+
+
+class Started(NamedTuple):
+    """A captured pass that is under way."""
+
+    sampled: Sampled
+    """What each row draws, in host memory once `wait` returns; overwritten by the next pass but one."""
+    first_log_row: int | None
+    """Log row of the first; None when nothing is recorded."""
+    has_drawn: torch.cuda.Event | None
+    """When it has drawn; None where nothing is under way behind the host's back."""
+
+    def wait(self) -> None:
+        """Wait until the pass has drawn; what it records may still be on its way."""
+        if self.has_drawn is not None:
+            self.has_drawn.synchronize()
+
+
+class _Place:
+    """Where in host memory a pass begins and ends; pinned beside a GPU."""
+
+    def __init__(self, rows: Tensor, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.rows = torch.empty_like(rows, device="cpu", pin_memory=is_cuda)
+        self.drawn = torch.empty(2 * len(rows), dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        self.has_drawn = torch.cuda.Event() if is_cuda else None
 
 
 class DecodeGraphs:
@@ -82,10 +109,9 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[Callable[[], None], Outputs]] = {}
         self._sizes = buckets(rows.capacity)
         self._input = torch.empty_like(rows.buffer, device=model.device)
-        self._drawn = torch.empty(
-            2 * rows.capacity, dtype=torch.int64, device="cpu", pin_memory=model.device.type == "cuda"
-        )
-        self._has_drawn = torch.cuda.Event() if model.device.type == "cuda" else None
+        # a pass may start while the one before it is under way: each has its own place in host memory
+        self._places = [_Place(rows.buffer, model.device) for _ in range(2)]
+        self._last: Outputs | None = None
 
     def capture_all(self) -> None:
         """Capture every size, the largest first: what it needs is enough for the others."""
@@ -96,33 +122,38 @@ class DecodeGraphs:
         """Forget all captured passes with their memory, after the last one has ended: the addresses that they read and
         write are no longer those of the pages. Each is captured again when it is next needed."""
         self._graphs.clear()
+        self._last = None
         self._capture = self._make_capture()  # with another pool of memory: this one goes with its last graph
 
-    def run(self, count: int) -> tuple[Sampled, int | None]:
-        """Start the pass of the first `count` rows, at least 1.
+    def run(self, count: int, *, follows: bool = False) -> Started:
+        """Start the pass of the first `count` rows, at least 1; two passes may be under way at once.
 
-        Returns: what each row draws, in host memory once `wait` returns, and the log row of the first; None when
-            nothing is recorded.
+        Args:
+            count: rows.
+            follows: they are those of the last pass, and what it drew is their token: it is taken from there, on the
+                device, whatever the rows say.
         """
         size = next(size for size in self._sizes if size >= count)
         repeat, outputs = self._graph(size)
-        self._input[:size].copy_(self._rows.buffer[:size], non_blocking=True)
+        place = self._places[0]
+        self._places.reverse()
+        place.rows[:size] = self._rows.buffer[:size]
+        self._input[:size].copy_(place.rows[:size], non_blocking=True)
+        if follows:
+            assert self._last is not None
+            self._input[:count, TOKEN] = self._last.drawn[0, :count]
         repeat()
+        self._last = outputs
         # tokens before records: the host waits for the former alone
-        drawn = self._drawn[: 2 * size].view(2, size)
+        drawn = place.drawn[: 2 * size].view(2, size)
         drawn.copy_(outputs.drawn, non_blocking=True)
-        if self._has_drawn is not None:
-            self._has_drawn.record()
+        if place.has_drawn is not None:
+            place.has_drawn.record()
         first_log_row = None
         if self._recorder is not None and outputs.taps is not None:
             first_log_row = self._recorder.take(outputs.taps, num_tokens=count, num_rows=size)
         tokens, logprobs = drawn[:, :count]
-        return Sampled(tokens, logprobs.view(torch.float64)), first_log_row
-
-    def wait(self) -> None:
-        """Wait until the last pass has drawn; what it records may still be on its way."""
-        if self._has_drawn is not None:
-            self._has_drawn.synchronize()
+        return Started(Sampled(tokens, logprobs.view(torch.float64)), first_log_row, place.has_drawn)
 
     def _graph(self, size: int) -> tuple[Callable[[], None], Outputs]:
         if size not in self._graphs:

@@ -169,12 +169,16 @@ class Residence:
                 self._offer(sequence, index)
 
     def advance_each(self, sequences: Sequence[Running], *, version: int, first_log_row: int | None) -> None:
-        """Note that each of some decoding sequences computed its newest token; their log rows follow each other."""
+        """Note that each of some decoding sequences computed its newest token; their log rows follow each other. Those
+        that have ended meanwhile are left alone."""
         for place, sequence in enumerate(sequences):
-            sequence.advance_one(version, log_row=None if first_log_row is None else first_log_row + place)
+            if sequence.finish_reason is None:
+                sequence.advance_one(
+                    version, log_row=None if first_log_row is None else first_log_row + place
+                )
         if self.prefixes is not None:
             for sequence in sequences:
-                if sequence.num_cached % self.page_size == 0:
+                if sequence.finish_reason is None and sequence.num_cached % self.page_size == 0:
                     self._offer(sequence, sequence.num_cached // self.page_size - 1)
 
     def flush(self, sequence: Running) -> None:

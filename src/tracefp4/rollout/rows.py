@@ -55,7 +55,9 @@ class DecodeRows:
         self._looked_at_from = np.zeros(
             max_rows, dtype=np.int64
         )  # first position whose draw may end the sequence
-        self._stop_ids: frozenset[int] = frozenset()  # of all rows since there was none
+        self.may_end = False
+        """True if the token of the last pass may end a row by more than being a stop token: its sequence has to see
+        it before it goes on."""
         self.padding = self._padding()
         """int64 [NUM_COLUMNS + max_pages], a row that stores nothing."""
         self.buffer[:] = self.padding
@@ -91,7 +93,6 @@ class DecodeRows:
         is_always_looked_at = bool(params.stop) or sequence.request.forced is not None
         left = params.max_tokens - len(sequence.logprobs)
         self._looked_at_from[row] = 0 if is_always_looked_at else sequence.num_cached + left - 1
-        self._stop_ids |= frozenset(params.stop_token_ids)
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence's row away, if it has one; the last row takes its place."""
@@ -107,13 +108,11 @@ class DecodeRows:
         if sequence in self._joined:
             self._joined.remove(sequence)
         self.buffer[len(self.sequences)] = self.padding
-        if not self.sequences:
-            self._stop_ids = frozenset()
 
     def clear(self) -> None:
         """Take all rows away."""
         self.buffer[: len(self.sequences)] = self.padding
-        self.sequences, self._joined, self._stop_ids = [], [], frozenset()
+        self.sequences, self._joined = [], []
         self._row_of.clear()
 
     def at_new_page(self, *, ahead: int = 0) -> list[Sequence]:
@@ -138,17 +137,18 @@ class DecodeRows:
         self._numbers[: len(rows), SLOT] = frames * self._page_size + positions % self._page_size
         self._joined.clear()
 
-    def advance(self, token_ids: list[int]) -> bool:
-        """Go on by one position; `token_ids` are what was drawn, row by row. The sequences may not know them yet.
-
-        Returns: True if no row ends by its token. False: one may, and its sequence has to be asked.
-        """
+    def advance(self) -> None:
+        """Go on by one position; what was drawn follows (`write`), and the sequences know it later still."""
         numbers = self._numbers[: len(self.sequences)]
-        is_looked_at = numbers[:, POSITION] >= self._looked_at_from[: len(numbers)]
-        goes_on = not is_looked_at.any() and self._stop_ids.isdisjoint(token_ids)
-        numbers[:, TOKEN] = token_ids
+        self.may_end = bool((numbers[:, POSITION] >= self._looked_at_from[: len(numbers)]).any())
         numbers[:, POSITION] += 1
-        return goes_on
+
+    def write(self, sequences: list[Sequence], token_ids: list[int]) -> None:
+        """Note what a pass drew; `sequences` were its rows, some of which may have left."""
+        if sequences != self.sequences:
+            drawn = dict(zip(sequences, token_ids, strict=False))
+            token_ids = [drawn[sequence] for sequence in self.sequences]
+        self._numbers[: len(self.sequences), TOKEN] = token_ids[: len(self.sequences)]
 
     def force_next(self) -> None:
         """Note the next tokens of sequences whose tokens are given, after they were given the last ones."""

@@ -6,7 +6,8 @@ captured (`graphs.py`), a step is up to two passes: the decoding rows by a graph
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Works
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,33 +18,62 @@ from torch import Tensor
 from tracefp4.kvcache.pool import KVPool
 from tracefp4.models.batch import Segment, TokenBatch
 from tracefp4.models.qwen3_moe import Qwen3MoeEngineModel
-from tracefp4.ops.sample import Sampled, draw, sample
+from tracefp4.ops.sample import Draws, Sampled, draw, sample
 from tracefp4.rollout.completion import DecodePass
-from tracefp4.rollout.graphs import DecodeGraphs
+from tracefp4.rollout.graphs import DecodeGraphs, Started
 from tracefp4.rollout.recorder import Recorder
 from tracefp4.rollout.rows import NO_SLOT, DecodeRows
 from tracefp4.rollout.sampler import columns, joined
-from tracefp4.rollout.sequence import Draw, Work
+from tracefp4.rollout.sequence import Draw, Sequence, Work
 
 
 class Computed(NamedTuple):
     """What a step has computed; on a GPU, what it has been told to."""
 
+    rows: list[Sequence]
+    """The decoding rows; some may end, and leave, before the pass is over."""
     outputs: Tensor | None
     """One row for every decoding row, unless they have been drawn, and for every chunk that draws, in order: hidden
     states after the last norm of a native pass, else logits. None if there was no such row."""
-    drawn: Sampled | None
-    """What a captured pass drew for the decoding rows, in host memory once `DecodeGraphs.wait` returns."""
+    drawn: Started | Draws
+    """What a captured pass draws for the decoding rows, or how to draw for them."""
     row_log: int | None
     """First log row of the decoding rows; None when nothing is recorded."""
     chunk_log: int | None
     """First log row of the chunks."""
     decode_pass: DecodePass | None
     """How the decoding rows were computed; None if there were none."""
-    chunks: Sequence[Work]
+    chunks: Works[Work]
     """What was computed beside them."""
     num_given: int
     """Given tokens that were computed for the first time."""
+
+    def wait(self) -> None:
+        """Wait until a captured pass has drawn."""
+        if isinstance(self.drawn, Started):
+            self.drawn.wait()
+
+
+class Drawn(NamedTuple):
+    """What a pass has drawn, for its decoding rows first."""
+
+    rows: list[Sequence]
+    """Those of the pass."""
+    joining: list[Sequence]
+    """Sequences whose chunk drew, and siblings that draw from the same."""
+    token_ids: list[int]
+    """One for each of both."""
+    logprobs: list[float]
+    """Likewise."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens of sequences that have not ended yet."""
+        return sum(sequence.finish_reason is None for sequence in self.rows + self.joining)
+
+    def each(self) -> Iterator[tuple[Sequence, int, float]]:
+        """Sequences with their token and its log-prob."""
+        return zip(self.rows + self.joining, self.token_ids, self.logprobs, strict=True)
 
 
 class Runner:
@@ -77,33 +107,36 @@ class Runner:
         """True if decode passes are captured: `run` of rows alone returns at once."""
         return self._graphs is not None
 
-    def wait(self) -> None:
-        """Wait until the last captured pass has drawn."""
+    def follow(self) -> Computed:
+        """Start the captured pass of the rows of the last one, with the tokens that it is drawing."""
         assert self._graphs is not None
-        self._graphs.wait()
+        self._pool.flush()
+        rows = list(self._rows.sequences)
+        started = self._graphs.run(len(rows), follows=True)
+        return Computed(rows, None, started, started.first_log_row, None, "graph", [], 0)
 
-    def run(self, chunks: Sequence[Work]) -> Computed:
+    def run(self, chunks: Works[Work]) -> Computed:
         """Compute all rows and some chunks, shortest first; at least one of either."""
-        count, drawn, row_log = len(self._rows), None, None
+        rows, count = list(self._rows.sequences), len(self._rows)
         num_given = sum(work.num_given_computed for work in chunks)
         self._pool.flush()
-        if count and self._graphs is not None:
-            drawn, row_log = self._graphs.run(count)
-        parts = [] if drawn is not None or not count else [self._rows.batch()]
+        started = self._graphs.run(count) if count and self._graphs is not None else None
+        parts = [] if started is not None or not count else [self._rows.batch()]
         if chunks:
             parts.append(chunk_batch(chunks, pool=self._pool))
-        if not parts:
-            return Computed(None, drawn, row_log, None, "graph", chunks, num_given)
-        outputs, first = self._forward(_side_by_side(parts))
-        if drawn is not None or not count:
-            return Computed(outputs, drawn, row_log, first, "graph" if count else None, chunks, num_given)
+        outputs, first = self._forward(_side_by_side(parts)) if parts else (None, None)
+        if started is not None:
+            return Computed(rows, outputs, started, started.first_log_row, first, "graph", chunks, num_given)
+        of_rows = self._rows.draws()  # before the rows go on
         chunk_log = None if first is None else first + count
-        return Computed(outputs, None, first, chunk_log, "eager", chunks, num_given)
+        how: DecodePass | None = "eager" if count else None
+        return Computed(rows, outputs, of_rows, first, chunk_log, how, chunks, num_given)
 
-    def draw(self, computed: Computed, draws: Sequence[Draw]) -> tuple[list[int], list[float]]:
+    def draw(self, computed: Computed, draws: Works[Draw]) -> Drawn:
         """Tokens and log-probs of all rows, then of `draws`; waits for them."""
         self._pool.flush()  # what the next pass needs clear; nothing waits for it
-        of_rows = self._rows.draws() if computed.drawn is None else columns([])
+        started = computed.drawn if isinstance(computed.drawn, Started) else None
+        of_rows = columns([]) if isinstance(computed.drawn, Started) else computed.drawn
         first = of_rows.keys.shape[0]
         token_ids: list[int] = []
         logprobs: list[float] = []
@@ -114,13 +147,13 @@ class Runner:
             logit_rows = [*range(first), *(first + found.logit_row for found in draws)]
             outputs = computed.outputs[torch.tensor(logit_rows, device="cpu").to(device)]
             found = self._sampled(outputs, joined(of_rows, columns(draws), device=device))
-        if computed.drawn is not None:
-            self.wait()
-            token_ids, logprobs = computed.drawn.tokens.tolist(), computed.drawn.logprobs.tolist()
+        if started is not None:
+            started.wait()
+            token_ids, logprobs = started.sampled.tokens.tolist(), started.sampled.logprobs.tolist()
         if found is not None:
             token_ids = token_ids + found.tokens.tolist()
             logprobs = logprobs + found.logprobs.tolist()
-        return token_ids, logprobs
+        return Drawn(computed.rows, [draw.sequence for draw in draws], token_ids, logprobs)
 
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, int | None]:
         """Outputs of an eager pass, and its first log row."""
@@ -144,7 +177,7 @@ class Runner:
         return sample(outputs, self._model.weights.head, draws)
 
 
-def chunk_batch(works: Sequence[Work], *, pool: KVPool) -> TokenBatch:
+def chunk_batch(works: Works[Work], *, pool: KVPool) -> TokenBatch:
     """Lay works out side by side, on the host; works of similar length (same power of two) share a segment."""
     segments, slots, begin = [], [], 0
     for _, group in groupby(works, key=lambda work: (work.count - 1).bit_length()):
@@ -164,7 +197,7 @@ def chunk_batch(works: Sequence[Work], *, pool: KVPool) -> TokenBatch:
     )
 
 
-def _side_by_side(parts: Sequence[TokenBatch]) -> TokenBatch:
+def _side_by_side(parts: Works[TokenBatch]) -> TokenBatch:
     """One or two batches as one."""
     if len(parts) == 1:
         return parts[0]

@@ -12,11 +12,11 @@ rules).
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
 from operator import attrgetter
 
 from tracefp4.rollout.residence import Residence
 from tracefp4.rollout.rows import DecodeRows
+from tracefp4.rollout.runner import Computed, Drawn
 from tracefp4.rollout.sequence import Draw, Request, Sequence, Work
 from tracefp4.rollout.stopping import Decode, stop_at_text
 
@@ -85,23 +85,20 @@ class Scheduler:
         self.rows.place()
         return sorted(chunks, key=attrgetter("count"))
 
-    def advance(
-        self, chunks: Iterable[Work], *, version: int, row_log: int | None, chunk_log: int | None
-    ) -> list[Draw]:
-        """Note what a pass of all rows and `chunks` computed, before its tokens are known; rows that come to a new page
-        have it at once if frames are free.
-
-        Args: version of the weights; first log rows of the rows and of the chunks, None when nothing is recorded.
+    def advance(self, computed: Computed, *, version: int) -> list[Draw]:
+        """Note what a pass computed under a version of the weights, before its tokens are known; rows go on to their
+        next position, and have its page at once if frames are free.
 
         Returns: the tokens to draw beside one for every row. A prompt's end brings its other samples into being.
         """
-        self._residence.advance_each(self.rows.sequences, version=version, first_log_row=row_log)
+        self._residence.advance_each(computed.rows, version=version, first_log_row=computed.row_log)
         turning = self.rows.at_new_page(ahead=1)
         if len(turning) <= self._residence.num_free:
             self._turn_pages(turning)
+        self.rows.advance()
         draws: list[Draw] = []
-        logit_row = 0
-        for work in chunks:
+        logit_row, chunk_log = 0, computed.chunk_log
+        for work in computed.chunks:
             sequence, is_drawing = work.sequence, work.draws
             self._residence.advance(sequence, work.count, version=version, first_log_row=chunk_log)
             if chunk_log is not None:
@@ -115,14 +112,12 @@ class Scheduler:
             logit_row += 1
         return draws
 
-    def write(self, token_ids: list[int]) -> bool:
-        """Write what was drawn, for rows first, into the rows; True if nobody else runs and none ends by its token."""
-        goes_on = self.rows.advance(token_ids[: len(self.rows)])
-        return goes_on and 0 < len(self.rows) == len(self.running)
-
-    def place(self) -> bool:
-        """Ready a pass of all rows alone, after `write` said True; False if `schedule` must choose the next one: pages
-        are short, or somebody may enter."""
+    def place(self, computed: Computed) -> bool:
+        """Ready a pass of the same rows alone, before the tokens of the last one are known; False if `schedule` must
+        choose the next one: one may end or has ended, pages are short, or somebody else runs or may enter."""
+        is_alone = computed.rows == self.rows.sequences and 0 < len(self.rows) == len(self.running)
+        if not is_alone or self.rows.may_end:
+            return False
         turning = self.rows.at_new_page()
         if len(turning) > self._residence.num_available:  # one page each at most
             return False
@@ -132,18 +127,18 @@ class Scheduler:
         self.rows.place()
         return True
 
-    def accept(
-        self, draws: list[Draw], token_ids: list[int], logprobs: list[float], *, ended: list[Sequence]
-    ) -> list[Sequence]:
-        """Append the drawn tokens, of the rows and then of `draws`, after `write`; sequences that end give up pages and
-        place, go to `ended`, and are returned. Those that go on have a row from now on.
+    def accept(self, drawn: Drawn, *, ended: list[Sequence]) -> list[Sequence]:
+        """Append drawn tokens; sequences that end give up pages and place, go to `ended`, and are returned. Those that
+        go on have a row from now on. Who had ended before the pass was over gets nothing.
 
         Where `decode` fails, every sequence still has its token, and those that have ended are in `ended`.
         """
-        joining = [draw.sequence for draw in draws]
-        receivers = self.rows.sequences + joining
-        for sequence, token_id, logprob in zip(receivers, token_ids, logprobs, strict=True):
-            sequence.accept(token_id, logprob)
+        self.rows.write(drawn.rows, drawn.token_ids)
+        receivers = []
+        for sequence, token_id, logprob in drawn.each():
+            if sequence.finish_reason is None:
+                sequence.accept(token_id, logprob)
+                receivers.append(sequence)
         self.rows.force_next()
         try:
             if self._decode_text is not None:
@@ -153,7 +148,7 @@ class Scheduler:
             finished = [sequence for sequence in receivers if sequence.finish_reason is not None]
             for sequence in finished:
                 self._leave(sequence)
-            for sequence in joining:
+            for sequence in drawn.joining:
                 if sequence.table.is_resident:
                     self.rows.enter(sequence)
             ended += finished

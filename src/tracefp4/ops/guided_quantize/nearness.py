@@ -41,12 +41,12 @@ def near_bounds(band: float, device: torch.device) -> Tensor:
     scale_I1 = 1 + torch.arange(8, device="cpu").float()[:, None] / 8
     z_IY = (y / scale_I1).clamp_(max=6.0)
     limit = torch.tensor(band, dtype=torch.float32, device="cpu")
-    below, above = [torch.full((8,), _NEVER_BELOW)], []
+    below, above = [torch.full((8,), _NEVER_BELOW, device="cpu")], []
     for edge in _EDGES:  # between m - 1 and m
         below.append((z_IY - edge <= limit).sum(1))
         num_far = (edge - z_IY > limit).sum(1)
         above.append(torch.where(num_far > 0, num_far - 1, _ALWAYS_ABOVE))
-    above.append(torch.full((8,), _NEVER_ABOVE))
+    above.append(torch.full((8,), _NEVER_ABOVE, device="cpu"))
     bounds_ICM = torch.stack([torch.stack(below, 1), torch.stack(above, 1)], 1)
     bytes_ICHM = torch.stack([bounds_ICM & 0xFF, bounds_ICM >> 8], 2).to(torch.uint8)
     return bytes_ICHM.view(8, 32).view(torch.int32).to(device)
