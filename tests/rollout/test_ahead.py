@@ -74,7 +74,7 @@ def test_every_sequence_ends_as_in_the_plain_order(changes):
         submit(engine, prompts, [3, 9, 14, 20, 20], n=2, stop_token_ids=(1, 2))
         return ends(engine)
 
-    ahead, plain = both(work, **changes)
+    ahead, _ = both(work, **changes)
     # who ends by a stop token is seen a pass later, and the last ones leave a pass behind
     assert ahead.stats.dropped_passes <= 1
     assert (ahead.stats.preemptions > 0) == ("num_pages" in changes)

@@ -131,7 +131,7 @@ class LocalEngine(EngineOptions, CompletingCalls):
         if self._ahead is None:  # a pass under way names rows of the log
             self._ledger.seal_if_long()
         elif not self._scheduler.rows.sequences:
-            self._drop_ahead()  # all of its rows have ended
+            self._drop_ahead(self._ahead)  # all of its rows have ended
         return finished
 
     def abort(self, request_id: int) -> None:
@@ -203,10 +203,10 @@ class LocalEngine(EngineOptions, CompletingCalls):
         if self._ahead is not None and self.pool.states is not None:
             self._book(self._ahead, time.perf_counter(), goes_on=False)
         elif self._ahead is not None:
-            self._ahead.wait()
-            self._drop_ahead()
+            self._drop_ahead(self._ahead)
 
-    def _drop_ahead(self) -> None:
+    def _drop_ahead(self, computed: Computed) -> None:
+        computed.wait()
         self._ahead = None
         self._stats = replace(self._stats, dropped_passes=self._stats.dropped_passes + 1)
 
