@@ -147,9 +147,11 @@ def test_records_are_compared_with_the_pages():
 
 @pytest.mark.parametrize("is_stale", [False, True])
 def test_captured_passes_are_compared_with_their_launches(is_stale):
+    passes = []
+
     def capture(body):
         repeat, outputs = launch_by_launch(body)
-        return (lambda: None) if is_stale else repeat, outputs
+        return lambda: passes.append(None) if is_stale else passes.append(repeat()), outputs
 
     def work(engine):
         rows = engine._scheduler.rows
@@ -157,10 +159,13 @@ def test_captured_passes_are_compared_with_their_launches(is_stale):
         engine._runner = Runner(
             engine._model, engine.pool, rows=rows, recorder=engine._recorder, graphs=engine._graphs
         )
-        return time_load(engine, Load((64, 64, 40), "uniform"), sizes=workshop().sizes, steps=STEPS)
+        found = time_load(engine, Load((64, 64, 40), "uniform"), sizes=workshop().sizes, steps=STEPS)
+        assert engine._ahead is None and engine.stats.dropped_passes == 0
+        return found
 
     found = with_engine(work, shape=TINY)
     assert (found.draw_differences > 0) == is_stale and found.graph_passes == 3
+    assert len(passes) == STEPS.total  # none is on the clock twice, or off it
 
 
 def test_what_cannot_be_placed_is_refused():

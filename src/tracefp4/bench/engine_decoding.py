@@ -146,12 +146,13 @@ class DecodingEngine(LocalEngine):
         return differences
 
     def count_draw_differences(self) -> int:
-        """Take one step; returns how many sequences draw another token in it than the same pass launch by launch.
+        """Take one step that stays; returns how many sequences draw another token in it than the same pass launch by
+        launch.
 
         No pass may have been started ahead (`take_steps`). An engine that captures no passes has only the latter: 0.
         """
         if self._graphs is None:
-            self.take_steps(1)
+            self.take_steps(1, stays=True)
             return 0
         assert self._ahead is None, "the step before was to stay"
         self._scheduler.schedule()  # the step will find the pages that this gives out
@@ -161,7 +162,7 @@ class DecodingEngine(LocalEngine):
             started = launched.run(len(rows))
             started.wait()
         tokens, sequences = started.sampled.tokens.tolist(), list(rows.sequences)
-        self.take_steps(1)
+        self.take_steps(1, stays=True)
         return sum(sequence.ids[-1] != token for sequence, token in zip(sequences, tokens, strict=True))
 
     def _records(self, sequences: Sequence[rollout_sequence.Sequence]) -> list[Record]:

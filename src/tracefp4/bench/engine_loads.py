@@ -104,10 +104,14 @@ def time_load(engine: DecodingEngine, load: Load, *, sizes: Qwen3MoeSizes, steps
     if steps.profiled:
         head_bytes = BF16 * sizes.vocab_size * sizes.hidden_size
         profile = profile_step(
-            lambda: engine.take_steps(1), device=engine.pool.device, moved=moved, head_bytes=head_bytes
+            lambda: engine.take_steps(1, stays=True),
+            device=engine.pool.device,
+            moved=moved,
+            head_bytes=head_bytes,
         )
     captured = engine.stats.graph_passes
-    step_s = engine.take_steps(steps.timed)
+    # no pass is under way when the clock starts, and none but those on it: as many passes as steps
+    step_s = engine.take_steps(steps.timed, stays=True)
     captured = engine.stats.graph_passes - captured
     differences = engine.count_record_differences() if records else 0
     engine.drop()

@@ -73,7 +73,7 @@ def profile_step(
     """Run one step under torch's profiler.
 
     Args:
-        step: Runs it; its tokens are on the host when it returns.
+        step: Runs it, and starts no other; its tokens are on the host when it returns.
         device: Whose kernels are listed.
         moved: The fewest bytes of the step.
         head_bytes: Those of the output matrix.
@@ -83,7 +83,7 @@ def profile_step(
     is_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU
     if is_gpu:
-        torch.cuda.synchronize(device)  # the step may have begun; then the kernels are those of the next one
+        torch.cuda.synchronize(device)
     with profile(activities=[activity]) as found:
         step()
         if is_gpu:
