@@ -82,4 +82,20 @@ MUTATIONS = (
         new="",
         tests=("tests/kvcache/test_states.py::test_a_fork_is_a_copy_in_a_free_slot_or_in_host_memory",),
     ),
+    Mutation(
+        name="state_of_a_failed_pass",
+        fault="A pass that failed is run again on states that it had moved.",
+        path=_ROLLOUT + "engine.py",
+        old="                self._scheduler.flush()\n            raise\n",
+        new="                pass\n            raise\n",
+        tests=(_HYBRIDS + "test_states_are_made_again_after_a_pass_that_failed",),
+    ),
+    Mutation(
+        name="state_that_ended_between_two_steps",
+        fault="Who ends in a pass that had begun before a pause is told nobody.",
+        path=_ROLLOUT + "engine.py",
+        old="            self._settled += self._book(",
+        new="            self._book(",
+        tests=(_HYBRIDS + "test_who_ends_between_two_steps_is_said_by_the_next_one",),
+    ),
 )

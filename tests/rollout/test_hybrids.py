@@ -205,3 +205,52 @@ def test_what_cannot_be_had_is_refused():
         engine_of(state_dtype="fp8")
     with pytest.raises(ConfigError, match="no layers that keep a state; got state_dtype 'bfloat16'"):
         make_engine(tiny_attention_model(), state_dtype="bfloat16")
+
+
+def test_who_ends_between_two_steps_is_said_by_the_next_one():
+    # Mutation: what ends in a pass that had begun is told nobody.
+    params = sampled(30, seed=3)
+    whole = native_engine(MODEL, **HYBRID).generate(PROMPTS[1:2], params)[0][0].token_ids
+    # after the first token a step draws one, and the pass that it has begun the next one
+    index = next(i for i in range(2, 20, 2) if whole[i] not in whole[:i])
+    engine, _ = captured_engine(MODEL, **HYBRID)
+    request = engine.submit(PROMPTS[1], sampled(30, seed=3, stop_token_ids=(whole[index],)))
+    while engine._scheduler.has_work:
+        assert engine.step() == []
+        engine.pause()
+        engine.resume()
+    assert engine.has_work and [s.request.request_id for s in engine.step()] == [request]
+    assert not engine.has_work and engine.take_finished()[0].token_ids == whole[: index + 1]
+
+
+def test_states_are_made_again_after_a_pass_that_failed(monkeypatch):
+    # Mutation: the pass is run again on states that it had moved.
+    expected = engine_of().generate(PROMPTS, sampled(12, seed=3))
+    engine = engine_of()
+    for index, prompt in enumerate(PROMPTS):
+        engine.submit(prompt, sampled(12, seed=3), prompt_index=index)
+    for _ in range(5):
+        engine.step()
+    forward = engine._model.forward
+
+    def fail(batch, pool):
+        forward(batch, pool)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "forward", fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    found = [[completion] for completion in engine.take_finished()]
+    assert outputs(found) == outputs(expected)
+    for (completion,), (other,) in zip(found, expected, strict=True):
+        assert differing(completion.record, other.record) == []
+    assert engine.stats.positions_recomputed > 0
+
+
+def test_sizes_that_no_kernel_takes_are_not_captured():
+    assert native_engine(MODEL, **HYBRID)._model.native.gaps == ("gated_delta",)
+    large = tiny_model(linear_key_head_dim=64, linear_value_head_dim=128)
+    assert native_engine(large, precision=fp4(large))._model.native.gaps == ()

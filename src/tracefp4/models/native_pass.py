@@ -54,6 +54,8 @@ class NativePass:
 
     ops: tuple[str, ...] = ("rms_norm", "rotary", "kv_append", "kv_attention", "route", "expert_layer")
     """What a decode pass is made of, beside plain matrix products."""
+    gaps: tuple[str, ...] = ()
+    """Those of them whose kernels do not take this model's sizes, on any device."""
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from tracefp4.models.qwen3_moe_weights import Qwen3MoeWeights
 from tracefp4.models.rotary import RotaryTable, rotate
 from tracefp4.models.taps import Taps
 from tracefp4.ops.gated_delta import (
+    HEAD_DIMS,
     DeltaState,
     DeltaWeights,
     Projected,
@@ -58,6 +59,8 @@ class Qwen35NativePass(NativePass):
         table: RotaryTable,
     ) -> None:
         super().__init__(sizes, weights, precision=precision, table=table)
+        if not {sizes.delta_key_dim, sizes.delta_value_dim} <= set(HEAD_DIMS):
+            self.gaps = ("gated_delta",)
         self._final_norm = weights.norm("model.norm.weight")
         self._delta_weights = {layer: weights.delta(layer) for layer in sizes.delta_layers}
         self._shared = [_shared(weights, layer) for layer in range(sizes.num_layers)]

@@ -53,6 +53,7 @@ class LocalEngine(EngineOptions, CompletingCalls):
         self._num_requests = 0
         self._is_paused = False
         self._ahead: Computed | None = None
+        self._settled: list[Sequence] = []  # that finished between two steps
         self._stats = EngineStats(why_eager=parts.why_eager)
 
     @property
@@ -67,8 +68,8 @@ class LocalEngine(EngineOptions, CompletingCalls):
 
     @property
     def has_work(self) -> bool:
-        """True while any request is unfinished."""
-        return self._scheduler.has_work
+        """True while any request is unfinished, or has finished between two steps and `step` has not said so."""
+        return self._scheduler.has_work or bool(self._unsaid)
 
     def submit(self, prompt: list[int], params: SamplingParams, *, prompt_index: int = 0) -> int:
         """Queue one prompt; it runs from the next step on. Returns its request id.
@@ -105,9 +106,23 @@ class LocalEngine(EngineOptions, CompletingCalls):
                 "The engine is paused; got step. Nothing runs between pause and resume. Call resume first."
             )
         started = time.perf_counter()
+        said, self._settled = self._unsaid, []
+        if said and not self._scheduler.has_work:
+            return said
         self.pool.make_again()
-        computed = self._ahead or self._runner.run(self._scheduler.schedule())
-        return self._book(computed, started, goes_on=True)
+        try:
+            computed = self._ahead or self._runner.run(self._scheduler.schedule())
+            return said + self._book(computed, started, goes_on=True)
+        except BaseException:
+            if self.pool.states is not None:  # some may have moved on without their sequences
+                self._drop_ahead()
+                self._scheduler.flush()
+            raise
+
+    @property
+    def _unsaid(self) -> list[Sequence]:
+        """Sequences that finished between two steps, unless they have been taken."""
+        return [sequence for sequence in self._settled if sequence in self._ledger.finished]
 
     def _book(self, computed: Computed, started: float, *, goes_on: bool) -> list[Sequence]:
         """Take what a pass has drawn, and start the next one where `goes_on` and it may be started already."""
@@ -131,7 +146,7 @@ class LocalEngine(EngineOptions, CompletingCalls):
         if self._ahead is None:  # a pass under way names rows of the log
             self._ledger.seal_if_long()
         elif not self._scheduler.rows.sequences:
-            self._drop_ahead(self._ahead)  # all of its rows have ended
+            self._drop_ahead()  # all of its rows have ended
         return finished
 
     def abort(self, request_id: int) -> None:
@@ -201,14 +216,15 @@ class LocalEngine(EngineOptions, CompletingCalls):
         """Drop a pass started ahead, before what it reads is changed; the next step computes its positions again.
         States have moved on with it, so that with these it counts."""
         if self._ahead is not None and self.pool.states is not None:
-            self._book(self._ahead, time.perf_counter(), goes_on=False)
-        elif self._ahead is not None:
-            self._drop_ahead(self._ahead)
+            self._settled += self._book(self._ahead, time.perf_counter(), goes_on=False)
+        else:
+            self._drop_ahead()
 
-    def _drop_ahead(self, computed: Computed) -> None:
-        computed.wait()
-        self._ahead = None
-        self._stats = replace(self._stats, dropped_passes=self._stats.dropped_passes + 1)
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.wait()
+            self._ahead = None
+            self._stats = replace(self._stats, dropped_passes=self._stats.dropped_passes + 1)
 
     def _check(self, job: Job) -> None:
         check_job(job, vocab_size=self._model.sizes.vocab_size, can_decode=self.decode is not None)

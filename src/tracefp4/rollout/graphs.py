@@ -148,7 +148,7 @@ class DecodeGraphs:
         drawn = place.drawn[: 2 * size].view(2, size)
         drawn.copy_(outputs.drawn, non_blocking=True)
         if place.has_drawn is not None:
-            place.has_drawn.record()
+            place.has_drawn.record(torch.cuda.current_stream(self._model.device))
         first_log_row = None
         if self._recorder is not None and outputs.taps is not None:
             first_log_row = self._recorder.take(outputs.taps, num_tokens=count, num_rows=size)
@@ -200,5 +200,6 @@ def why_eager(model: Qwen3MoeEngineModel, *, is_wanted: bool) -> str:
         return f"{model.arithmetic.name} arithmetic is computed by the definition, which asks the host"
     if model.device.type != "cuda":
         return f"{model.device.type} has no graphs"
-    missing = [op for op in (*model.native.ops, "sample") if choose(op, model.device) is not Backend.CUDA]
+    ops = (*model.native.ops, "sample")
+    missing = [op for op in ops if op in model.native.gaps or choose(op, model.device) is not Backend.CUDA]
     return f"there are no kernels here for {', '.join(missing)}" if missing else ""

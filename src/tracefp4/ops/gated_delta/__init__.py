@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tracefp4.errors import BackendError, FormatError
 from tracefp4.ops.backend import Backend, choose
-from tracefp4.ops.gated_delta.device import SCOPE, case_of, is_covered, step_on_device
+from tracefp4.ops.gated_delta.device import HEAD_DIMS, SCOPE, case_of, is_covered, step_on_device
 from tracefp4.ops.gated_delta.operands import DeltaState, DeltaWeights, Projected
 from tracefp4.ops.gated_delta.prefill import prefill
 from tracefp4.ops.gated_delta.reference import step_reference
 
-__all__ = ["DeltaState", "DeltaWeights", "Projected", "gated_delta_prefill", "gated_delta_step"]
+__all__ = ["HEAD_DIMS", "DeltaState", "DeltaWeights", "Projected", "gated_delta_prefill", "gated_delta_step"]
 
 
 @torch.no_grad()
