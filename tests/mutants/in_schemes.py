@@ -171,8 +171,8 @@ MXFP4 = (
         name="mx_byte_0_decodes_to_0",
         fault="2^-127 is flushed, as hardware that drops subnormals does.",
         path=_E8M0,
-        old="return _VALUES.to(byte.device)[byte.to(torch.int32)]",
-        new="return (_VALUES * (_VALUES >= 2.0**-126)).to(byte.device)[byte.to(torch.int32)]",
+        old="return _VALUES.on(byte.device)[byte.to(torch.int32)]",
+        new="values = _VALUES.on(byte.device)\n    return (values * (values >= 2.0**-126))[byte.to(torch.int32)]",
         tests=(_TEST_E8M0 + "test_all_bytes_decode_to_the_table",),
     ),
 )

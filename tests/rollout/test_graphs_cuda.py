@@ -160,9 +160,10 @@ def test_a_pool_is_sized_by_the_memory_that_is_left():
     share = (total - free + (2 << 30)) / total
     engine = engine_of(model_on_gpu(), num_pages=None, memory_share=share, max_batch=4)
     assert engine.num_pages == engine.pool.shape.num_pages > 4
-    assert engine.pool.num_bytes < 2 << 30
+    limit = 1.25 * (2 << 30)  # others on this GPU come and go
+    assert engine.pool.num_bytes < limit
     engine.generate(make_prompts(3), sampled(9))
-    assert torch.cuda.memory_reserved() - before < 1.25 * (2 << 30)  # others come and go; this process counts
+    assert torch.cuda.memory_reserved() - before < limit
 
 
 def test_the_memory_of_the_pool_leaves_torch_and_comes_back():

@@ -13,6 +13,7 @@ CEIL above 1). Alternative not taken: floating-point log2, which is wrong next t
 import torch
 from torch import Tensor
 
+from tracefp4.formats.constant import Constant
 from tracefp4.formats.element import E8M0
 from tracefp4.formats.order import ScaleRule
 
@@ -27,7 +28,7 @@ FRACTION_BITS = 23
 """Fraction bits of a float32."""
 _LARGEST_E2M1_EXPONENT = 2
 _MAX_BYTE = 254
-_VALUES = torch.tensor(E8M0.values(), dtype=torch.float64, device="cpu").to(torch.float32)
+_VALUES = Constant(torch.tensor(E8M0.values(), dtype=torch.float64, device="cpu").to(torch.float32))
 
 
 def encode_e8m0_scales(amax: Tensor, rule: ScaleRule) -> Tensor:
@@ -64,4 +65,4 @@ def unrounded_e8m0(amax: Tensor, rule: ScaleRule) -> Tensor:
 
 def decode_e8m0(byte: Tensor) -> Tensor:
     """Return 2^(byte - 127) as float32, exact (byte 0 is the subnormal 2^-127); byte 255 gives NaN."""
-    return _VALUES.to(byte.device)[byte.to(torch.int32)]
+    return _VALUES.on(byte.device)[byte.to(torch.int32)]

@@ -21,12 +21,13 @@ function says otherwise.
 import torch
 from torch import Tensor
 
+from tracefp4.formats.constant import Constant
 from tracefp4.formats.element import E2M1, E4M3
 from tracefp4.formats.order import Tie
 
 _E4M3_MAX = E4M3.max_value
-_MIDPOINTS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device="cpu")
-_E2M1_VALUES = torch.tensor(E2M1.values(), dtype=torch.float64, device="cpu")
+_MIDPOINTS = Constant(torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device="cpu"))
+_E2M1_VALUES = Constant(torch.tensor(E2M1.values(), dtype=torch.float64, device="cpu"))
 
 
 def round_magnitude_(magnitude: Tensor, tie: Tie = Tie.EVEN) -> tuple[Tensor, Tensor]:
@@ -43,7 +44,7 @@ def round_magnitude_(magnitude: Tensor, tie: Tie = Tie.EVEN) -> tuple[Tensor, Te
     """
     z = magnitude.clamp_(max=6.0)
     if tie is Tie.TOWARD_ZERO:
-        return z, code_to_magnitude(torch.bucketize(z, _MIDPOINTS.to(z.device)).to(torch.int8))
+        return z, code_to_magnitude(torch.bucketize(z, _MIDPOINTS.on(z.device)).to(torch.int8))
     anchor = z * 4194300.0
     anchor.clamp_(min=4194304.0)
     rounded = z + anchor
@@ -113,7 +114,7 @@ def decode_e2m1(code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     Returns:
         Values in `dtype`, same shape; code 8 gives -0.0.
     """
-    table = _E2M1_VALUES.to(device=code.device, dtype=dtype)
+    table = _E2M1_VALUES.on(code.device, dtype)
     return table[code.to(torch.int32)]
 
 

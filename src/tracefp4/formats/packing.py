@@ -17,15 +17,20 @@ import torch
 from torch import Tensor
 
 from tracefp4.errors import FormatError
+from tracefp4.formats.constant import Constant
 
 _GATHER_BITS = 0x0102040810204080
 """Multiplying eight 0/1 bytes, read as one little-endian int64, by this collects them in the top byte
 without carries."""
-_UNPACKED_CODES = torch.tensor(
-    [[byte & 15, byte >> 4] for byte in range(256)], dtype=torch.uint8, device="cpu"
+_UNPACKED_CODES = Constant(
+    torch.tensor([[byte & 15, byte >> 4] for byte in range(256)], dtype=torch.uint8, device="cpu")
+    .view(torch.int16)
+    .view(-1)
 )
-_UNPACKED_BITS = torch.tensor(
-    [[byte >> i & 1 for i in range(8)] for byte in range(256)], dtype=torch.uint8, device="cpu"
+_UNPACKED_BITS = Constant(
+    torch.tensor([[byte >> i & 1 for i in range(8)] for byte in range(256)], dtype=torch.uint8, device="cpu")
+    .view(torch.int64)
+    .view(-1)
 )
 
 
@@ -59,7 +64,7 @@ def unpack_codes(packed: Tensor) -> Tensor:
         FormatError: When the dtype is not uint8.
     """
     _check_bytes("unpack_codes", packed, multiple=1)
-    table = _UNPACKED_CODES.to(packed.device).view(torch.int16).view(-1)
+    table = _UNPACKED_CODES.on(packed.device)
     return table[packed.to(torch.int32)].view(torch.uint8)
 
 
@@ -126,7 +131,7 @@ def unpack_bits(packed: Tensor) -> Tensor:
         FormatError: When the dtype is not uint8.
     """
     _check_bytes("unpack_bits", packed, multiple=1)
-    table = _UNPACKED_BITS.to(packed.device).view(torch.int64).view(-1)
+    table = _UNPACKED_BITS.on(packed.device)
     return table[packed.to(torch.int32)].view(torch.uint8)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tracefp4.formats.grid import encode_e4m3
 from tracefp4.formats.order import ScaleRule
-from tracefp4.formats.scaling import align_outer, block_amax, decode_scales, raw_block_scale
+from tracefp4.formats.scaling import align_outer, decode_scales, raw_block_scale
 from tracefp4.formats.scheme import Scheme
 
 CLIPPED_FROM = 7.0
@@ -54,8 +54,8 @@ def saturation(
 ) -> Saturation:
     """Count what a rounding could not represent.
 
-    Only blocks whose scale byte lies at an end are looked at; if values may be beyond any block's scale (recorded
-    scales, FLOOR), all maxima are taken first.
+    Only blocks whose scale byte lies at an end can count; if values may be beyond any block's scale (recorded scales,
+    FLOOR), so can those with a large value. Nothing is read back from a GPU.
 
     Args:
         x: Float [..., K], what was rounded.
@@ -65,23 +65,24 @@ def saturation(
         is_recorded: True where the scales came from somewhere else than x.
         rows: bool [...], False where nothing is counted; None counts everywhere.
     """
-    suspect = _at_an_end(block_scales, scheme)
+    is_suspect = _at_an_end(block_scales, scheme)
     blocks = x.detach().unflatten(-1, (-1, scheme.block_size))
-    if is_recorded or scheme.scale_rule is ScaleRule.FLOOR:
-        amax, _ = block_amax(x.detach().to(torch.float32).abs().contiguous(), scheme.block_size)
-        suspect |= amax >= decode_scales(block_scales, outer, scheme).mul_(CLIPPED_FROM)
+    outer = align_outer(outer, block_scales).expand(block_scales.shape)
+    looks_at_all = is_recorded or scheme.scale_rule is ScaleRule.FLOOR
     if rows is not None:
-        suspect &= rows.unsqueeze(-1)
-    index = suspect.nonzero(as_tuple=True)
-    if index[0].numel() == 0:
-        none = torch.zeros((), dtype=torch.int64, device=x.device)
-        return Saturation(values_clipped=none, blocks_clamped=none, blocks_floored=none)
-    return _counted(
-        blocks[index].to(torch.float32).abs(),
-        block_scales[index],
-        align_outer(outer, block_scales).expand(block_scales.shape)[index],
-        scheme,
-    )
+        is_suspect &= rows.unsqueeze(-1)
+    if (
+        not looks_at_all and x.device.type == "cpu"
+    ):  # few blocks, but a GPU's host would have to wait for their number
+        index = is_suspect.nonzero(as_tuple=True)
+        blocks, block_scales, outer, is_suspect = (
+            t[index] for t in (blocks, block_scales, outer, is_suspect)
+        )
+    counted = _Blocks(blocks, block_scales, outer, scheme)
+    if looks_at_all:
+        is_large = counted.amax >= counted.limit
+        is_suspect |= is_large if rows is None else is_large & rows.unsqueeze(-1)
+    return counted.among(is_suspect)
 
 
 def _at_an_end(block_scales: Tensor, scheme: Scheme) -> Tensor:
@@ -95,19 +96,30 @@ def _at_an_end(block_scales: Tensor, scheme: Scheme) -> Tensor:
     return at_end | (block_scales == _LARGEST_BYTE) if scheme.outer == "static" else at_end
 
 
-def _counted(magnitude: Tensor, block_scales: Tensor, outer: Tensor, scheme: Scheme) -> Saturation:
-    """Count among M blocks: magnitude float32 [M, B], block_scales [M], outer [M]."""
-    finite = magnitude.isfinite().all(-1)
-    amax = torch.where(finite, magnitude.amax(-1), 0.0)
-    decode_scale = decode_scales(block_scales, outer, scheme)
-    is_beyond = (magnitude >= decode_scale.mul(CLIPPED_FROM).unsqueeze(-1)) & (decode_scale > 0).unsqueeze(-1)
-    clamped = floored = torch.zeros_like(finite)
-    if scheme.scale_rule is ScaleRule.E4M3:
-        raw = raw_block_scale(amax, outer, scheme)
-        clamped = (block_scales == _LARGEST_BYTE) & (raw > CLAMPED_ABOVE)
-        floored = (amax > 0) & (encode_e4m3(raw) < max(1, scheme.least_byte))
-    return Saturation(
-        values_clipped=(is_beyond & finite.unsqueeze(-1)).count_nonzero(),
-        blocks_clamped=clamped.count_nonzero(),
-        blocks_floored=floored.count_nonzero(),
-    )
+class _Blocks:
+    """Blocks of B values: [..., B], with block_scales [...] and outer [...]."""
+
+    def __init__(self, blocks: Tensor, block_scales: Tensor, outer: Tensor, scheme: Scheme) -> None:
+        self._magnitude = (blocks.to(torch.float32) if blocks.dtype is torch.float64 else blocks).abs()
+        largest = self._magnitude.amax(-1).to(torch.float32)
+        self._is_finite = largest.isfinite()
+        self.amax = torch.where(self._is_finite, largest, 0.0)
+        """Largest magnitudes, 0 in blocks with NaN or Inf."""
+        self._block_scales, self._outer, self._scheme = block_scales, outer, scheme
+        self.limit = decode_scales(block_scales, outer, scheme).mul_(CLIPPED_FROM)
+        """From where on values are clipped; 0 where the scale is, NaN where it is NaN."""
+
+    def among(self, is_suspect: Tensor) -> Saturation:
+        """Count in some of the blocks: bool [...]."""
+        counts = is_suspect & self._is_finite
+        limit = torch.where(counts & (self.limit > 0), self.limit, torch.nan)  # which nothing reaches
+        clamped = floored = torch.zeros_like(counts)
+        if self._scheme.scale_rule is ScaleRule.E4M3:
+            raw = raw_block_scale(self.amax, self._outer, self._scheme)
+            clamped = counts & (self._block_scales == _LARGEST_BYTE) & (raw > CLAMPED_ABOVE)
+            floored = counts & (self.amax > 0) & (encode_e4m3(raw) < max(1, self._scheme.least_byte))
+        return Saturation(
+            values_clipped=(self._magnitude >= limit.unsqueeze(-1)).count_nonzero(),
+            blocks_clamped=clamped.count_nonzero(),
+            blocks_floored=floored.count_nonzero(),
+        )

@@ -34,7 +34,12 @@ def divided(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
     every device). One of the two must be a tensor.
     """
     device = (denominator if isinstance(denominator, Tensor) else numerator).device  # type: ignore[union-attr]
-    top, bottom = (torch.as_tensor(n, dtype=torch.float32, device=device) for n in (numerator, denominator))
+    top, bottom = (
+        n.to(torch.float32)
+        if isinstance(n, Tensor)
+        else torch.full((), n, dtype=torch.float32, device=device)
+        for n in (numerator, denominator)
+    )
     return top / bottom
 
 

@@ -6,7 +6,7 @@ recomputation or another micro-batch, gives the same rows. A place is invalid wh
 and where the record itself says so. Invalid places read row 0 and must be ignored through `valid`.
 
 Rows are looked at while they are in host memory: scales that no rollout records are refused here, before a kernel,
-which cannot say whose they are, meets them.
+which cannot say whose they are, meets them, and expert ids are known to be a router's or not before one is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tracefp4.errors import RecordError
-from tracefp4.guidance.record import Record, Site
+from tracefp4.guidance.record import Record, Site, has_repeats
 from tracefp4.guidance.site_record import SiteRecord
 from tracefp4.ops.upload import upload
 
@@ -45,6 +45,10 @@ class GatheredRouting:
     """bool [places]."""
     layers: tuple[int, ...]
     """Decoder layer of each of the L entries."""
+    has_repeats: bool
+    """Whether a valid place has an expert twice in a layer; looked at in host memory."""
+    id_range: tuple[int, int]
+    """Smallest and largest id of valid places; (0, 0) without any."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -150,10 +154,14 @@ class RecordRows:
                 f"Records of one batch route differently; got (layers, shape per token) {sorted(layouts)}. "
                 "All must be equal. Replay records of one plan together."
             )
+        ids = _selected([_routed(record) for record in found], index.rows)
+        known = ids if index.num_valid == len(ids) else ids[index.valid]
         return GatheredRouting(
-            expert_ids=upload(_selected([_routed(record) for record in found], index.rows), self._device),
+            expert_ids=upload(ids, self._device),
             valid=upload(index.valid, self._device),
             layers=found[0].layers_routed,
+            has_repeats=bool(has_repeats(known).any()),
+            id_range=(int(known.min()), int(known.max())) if known.numel() else (0, 0),
         )
 
     def _index(self, has_rows: Callable[[Record], bool]) -> _Index | None:

@@ -20,7 +20,7 @@ from tracefp4.coding import codec_by_name
 from tracefp4.errors import ConfigError, RecordError
 from tracefp4.guidance.counters import Counters, Reference
 from tracefp4.guidance.gather import GatheredSite, RecordRows, check_same_rules
-from tracefp4.guidance.record import Record, Site, has_impossible_experts
+from tracefp4.guidance.record import Record, Site
 from tracefp4.guidance.site_record import FULL
 from tracefp4.ops.guided_quantize import Guide
 from tracefp4.ops.upload import upload
@@ -88,7 +88,6 @@ class ReplayBatch:
                 f"Codecs are tried against whole records; got candidates {list(self.candidates)} and no references. "
                 "Pass the engine's full records as references, or no candidates."
             )
-        self._checked_experts: set[int | None] = set()
         if not self.replay_routing and any(
             site.kind == "w2" and self._is_guided(site) for site in self._rows.sites()
         ):
@@ -173,20 +172,15 @@ class ReplayBatch:
         found = self._rows.routing() if self.replay_routing else None
         if found is None or layer not in found.layers:
             return None
-        if num_experts not in self._checked_experts:
-            self._check_experts(found.expert_ids, valid=found.valid, num_experts=num_experts)
-            self._checked_experts.add(num_experts)
+        limit = torch.iinfo(found.expert_ids.dtype).max + 1 if num_experts is None else num_experts
+        if found.has_repeats or found.id_range[0] < 0 or found.id_range[1] >= limit:
+            for record in self.records:
+                if record is not None:
+                    record.check_routing(limit)
         return found.expert_ids[:, found.layers.index(layer)].to(torch.int64), found.valid
 
     def _is_guided(self, site: Site) -> bool:
         return self.sites is None or site in self.sites
-
-    def _check_experts(self, expert_ids: Tensor, *, valid: Tensor, num_experts: int | None) -> None:
-        limit = torch.iinfo(expert_ids.dtype).max + 1 if num_experts is None else num_experts
-        if bool((has_impossible_experts(expert_ids, num_experts=limit) & valid[:, None]).any()):
-            for record in self.records:
-                if record is not None:
-                    record.check_routing(limit)
 
     def _check_count(self, name: str, given: Sequence[Record | None] | None, owners: Tensor) -> None:
         if given is None:

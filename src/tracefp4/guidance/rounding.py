@@ -134,13 +134,14 @@ def _ends(
     x: Tensor, rounded: Rounded, scheme: Scheme, *, looks_at_all: bool, batch: ReplayBatch
 ) -> dict[str, Tensor]:
     """Count what a rounding could not represent; the keys are fields of SiteCounts."""
+    rows_per_place = x.shape[0] // max(1, batch.num_places)
     found = saturation(
         x,
         rounded.block_scales,
         rounded.outer,
         scheme,
         is_recorded=looks_at_all,
-        rows=batch.real.repeat_interleave(x.shape[0] // max(1, batch.num_places)),
+        rows=batch.real[:, None].expand(-1, rows_per_place).reshape(-1),
     )
     return {
         "blocks_clamped": found.blocks_clamped,

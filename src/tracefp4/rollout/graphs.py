@@ -104,7 +104,9 @@ class DecodeGraphs:
         self._pool = pool
         self._rows = rows
         self._recorder = recorder
-        self._make_capture = partial(cuda_capture, model.device) if capture is None else lambda: capture
+        # one stream for good: cuBLAS keeps a workspace for every stream that it ever met
+        stream = torch.cuda.Stream(model.device) if capture is None else None
+        self._make_capture: Callable[[], Capture] = partial(_capture_of, capture, stream)
         self._capture: Capture = self._make_capture()
         self._graphs: dict[int, tuple[Callable[[], None], Outputs]] = {}
         self._sizes = buckets(rows.capacity)
@@ -174,10 +176,16 @@ class DecodeGraphs:
         return Outputs(drawn=drawn, taps=None if taps is None else taps.stacked())
 
 
-def cuda_capture(device: torch.device) -> Capture:
-    """Return what captures on a GPU, for graphs that share one pool of memory and never run at the same time."""
-    pool = torch.cuda.graph_pool_handle()
-    stream = torch.cuda.Stream(device)
+def _capture_of(given: Capture | None, stream: torch.cuda.Stream | None) -> Capture:
+    if given is not None:
+        return given
+    assert stream is not None
+    return cuda_capture(stream)
+
+
+def cuda_capture(stream: torch.cuda.Stream) -> Capture:
+    """Return what captures on a stream, for graphs that share one pool of memory and never run at the same time."""
+    pool, device = torch.cuda.graph_pool_handle(), stream.device
 
     def capture(body: Body) -> tuple[Callable[[], None], Outputs]:
         stream.wait_stream(torch.cuda.current_stream(device))
