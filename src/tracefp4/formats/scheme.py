@@ -11,6 +11,7 @@ never touches a tensor; the constants are in `schemes.py`.
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Literal
 
 from tracefp4.errors import FormatError
@@ -114,6 +115,11 @@ class Scheme:
     @property
     def digest(self) -> str:
         """First 16 hexadecimal digits of the SHA-256 of all fields, in a fixed order and encoding."""
-        limits = [MIN_EXPONENT, MAX_EXPONENT, MIN_MULTIPLIER]
-        text = json.dumps({"limits": limits, "scheme": asdict(self)}, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+        return _digest_of(self)
+
+
+@lru_cache(maxsize=256)
+def _digest_of(scheme: Scheme) -> str:
+    limits = [MIN_EXPONENT, MAX_EXPONENT, MIN_MULTIPLIER]
+    text = json.dumps({"limits": limits, "scheme": asdict(scheme)}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]

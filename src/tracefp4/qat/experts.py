@@ -151,6 +151,14 @@ class ExpertWeights:
         self.num_quantizations += 1
         return values
 
+    def copy_weights(self, module: nn.Module) -> None:
+        """Quantize now what the next forward reads; weights that FSDP gathers there are not whole yet."""
+        if self.precision.weight is None or not self.keeps_copies:
+            return
+        for name in SITE_KINDS:
+            if not isinstance(getattr(module, name), DTensor):
+                self.quantized(name, self.held(module, name))
+
     def forget(self) -> None:
         """Drop the quantized copies."""
         self._copies.clear()
@@ -207,20 +215,23 @@ def steady_weights(model: nn.Module) -> Iterator[None]:
     """Promise that weights are written in counted ways only inside (by optimizers, `copy_`; not through `.data`).
 
     Versions then tell which copies hold; without it every forward reads all weights to be sure, and a GPU's host waits
-    for it. Copies made before are not used, and those made inside are dropped at the end.
+    for it. Copies made before are not used; they are made at once, so that a GPU has work while its host prepares the
+    first pass, and dropped at the end.
 
     Args:
         model: patched by `patching.apply`; without patched experts nothing happens.
     """
-    found = (getattr(module, "tracefp4", None) for module in model.modules())
-    states = [state for state in found if isinstance(state, ExpertWeights)]
+    found = {module: getattr(module, "tracefp4", None) for module in model.modules()}
+    states = {module: state for module, state in found.items() if isinstance(state, ExpertWeights)}
     try:
-        for state in states:
+        for state in states.values():
             state.forget()
             state.is_steady = True
+        for module, state in states.items():
+            state.copy_weights(module)
         yield
     finally:
-        for state in states:
+        for state in states.values():
             state.forget()
             state.is_steady = False
 

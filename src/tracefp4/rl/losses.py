@@ -117,6 +117,29 @@ class LossOutput:
     """Means, maxima and fractions over the trained tokens of this call; merge them with `merge_metrics`."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PendingLoss:
+    """A loss that nobody has looked at: its backward pass may be launched while the device still computes it."""
+
+    loss: Tensor
+    """As `LossOutput.loss`."""
+    mask: Tensor
+    """bool [B, T], trained tokens."""
+    operands: Mapping[str, Tensor]
+    """What has to be finite at trained tokens, [B, T] each."""
+    names: tuple[str, ...]
+    """Of the sums among the numbers."""
+    numbers: Tensor
+    """float64: of every operand its entries that are not finite, the trained tokens, sums, and extremes."""
+
+    def read(self) -> LossOutput:
+        """Wait for the numbers. Raises: RecordError as `grpo_loss`, whose gradients are then of no use."""
+        read = self.numbers.tolist()
+        if any(read[: len(self.operands)]):
+            _refuse(self.operands, mask=self.mask)
+        return LossOutput(self.loss, _metrics(self.names, read[len(self.operands) :]))
+
+
 def loss_denominator(mask: Tensor, *, config: LossConfig) -> float:
     """Count what this micro-batch adds to the step's denominator.
 
@@ -161,7 +184,14 @@ def grpo_loss(logprobs: Tensor, *, data: LossData, config: LossConfig, denominat
             log-probs.
         RecordError: a NaN or an infinity at a trained position, with tensor and position.
     """
-    _check(logprobs, data=data, config=config, denominator=denominator)
+    return pending_grpo_loss(logprobs, data=data, config=config, denominator=denominator).read()
+
+
+def pending_grpo_loss(
+    logprobs: Tensor, *, data: LossData, config: LossConfig, denominator: float
+) -> PendingLoss:
+    """Compute `grpo_loss` without waiting for a device; what is not finite is refused when it is read."""
+    operands = _check(logprobs, data=data, config=config, denominator=denominator)
     mask = data.mask
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     new = torch.where(mask, logprobs.to(dtype), 0.0)
@@ -189,8 +219,10 @@ def grpo_loss(logprobs: Tensor, *, data: LossData, config: LossConfig, denominat
             "reference_kl": divergence,
             "dual_clip_fraction": surrogate < unbounded,
         }
-        metrics = _metrics(tokens, means, config=config)
-    return LossOutput(loss, metrics)
+        bad = [(mask & ~torch.isfinite(tensor.detach())).sum() for tensor in operands.values()]
+        names, sums = _summed(tokens, means, config=config)
+        numbers = torch.stack([count.to(torch.float64) for count in (*bad, *sums)])
+    return PendingLoss(loss=loss, mask=mask, operands=operands, names=names, numbers=numbers)
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -276,9 +308,15 @@ class _Tokens:
     advantage: Tensor
 
 
-def _metrics(tokens: _Tokens, means: Mapping[str, Tensor], *, config: LossConfig) -> dict[str, float]:
-    """Means, extrema and fractions over trained tokens, read from a device at once; without any, ratios are 1 and
-    fractions 0. `means` are further quantities [B, T] whose mean is wanted."""
+_EXTREMES = ("ratio_max", "tis_raw_max", "ratio_min")
+"""The last numbers of a loss; the smallest is kept negated."""
+
+
+def _summed(
+    tokens: _Tokens, means: Mapping[str, Tensor], *, config: LossConfig
+) -> tuple[tuple[str, ...], list[Tensor]]:
+    """Names of quantities; and their number, their sums and the extremes over trained tokens, float64. `means` are
+    further quantities [B, T] whose mean is wanted."""
     mask, ratio, raw = tokens.mask, tokens.ratio, tokens.raw_weight
     is_low = (ratio < 1.0 - config.clip_low) & (tokens.advantage < 0)
     is_high = (ratio > 1.0 + config.clip_high) & (tokens.advantage > 0)
@@ -294,19 +332,25 @@ def _metrics(tokens: _Tokens, means: Mapping[str, Tensor], *, config: LossConfig
         "policy_kl": ratio - 1.0 - ratio.log(),
         **means,
     }
-    extremes = {"ratio_max": ratio, "tis_raw_max": raw, "ratio_min": -ratio}
     sums = [torch.where(mask, values.to(torch.float64), 0.0).sum() for values in averaged.values()]
-    largest = [torch.where(mask, values, -torch.inf).amax().to(torch.float64) for values in extremes.values()]
-    num_tokens, *read = torch.stack([mask.sum().to(torch.float64), *sums, *largest]).tolist()
+    largest = [
+        torch.where(mask, values, -torch.inf).amax().to(torch.float64) for values in (ratio, raw, -ratio)
+    ]
+    return tuple(averaged), [mask.sum().to(torch.float64), *sums, *largest]
+
+
+def _metrics(names: tuple[str, ...], numbers: Sequence[float]) -> dict[str, float]:
+    """Means, fractions and extremes of what `_summed` gave; without trained tokens ratios are 1 and fractions 0."""
+    num_tokens, *read = numbers
     if not num_tokens:
-        read = [float(name in _ONE_IF_EMPTY) for name in averaged] + [1.0, 1.0, -1.0]
-    found = dict(zip((*averaged, *extremes), read, strict=True))
-    divided = {name: found[name] / max(num_tokens, 1.0) for name in averaged}
+        read = [float(name in _ONE_IF_EMPTY) for name in names] + [1.0, 1.0, -1.0]
+    found = dict(zip((*names, *_EXTREMES), read, strict=True))
+    divided = {name: found[name] / max(num_tokens, 1.0) for name in names}
     return {"num_tokens": num_tokens, **found, **divided, "ratio_min": -found["ratio_min"]}
 
 
-def _check(logprobs: Tensor, *, data: LossData, config: LossConfig, denominator: float) -> None:
-    """Refuse shapes, masks and numbers that would give a silent wrong loss."""
+def _check(logprobs: Tensor, *, data: LossData, config: LossConfig, denominator: float) -> dict[str, Tensor]:
+    """Refuse shapes and masks that would give a silent wrong loss; return what has to be finite."""
     if logprobs.dim() != 2:
         raise ConfigError(
             f"grpo_loss needs log-probs of shape [B, T]; got {tuple(logprobs.shape)}. Pad a batch first."
@@ -342,14 +386,13 @@ def _check(logprobs: Tensor, *, data: LossData, config: LossConfig, denominator:
     per_token = (
         data.advantages if data.advantages.dim() == 2 else data.advantages[:, None].expand_as(logprobs)
     )
-    _check_finite({"logprobs": logprobs, **shaped, "advantages": per_token}, mask=data.mask)
+    return {"logprobs": logprobs.detach(), **shaped, "advantages": per_token}
 
 
-def _check_finite(tensors: Mapping[str, Tensor], *, mask: Tensor) -> None:
-    bad = torch.stack([mask & ~torch.isfinite(tensor.detach()) for tensor in tensors.values()])
-    if not bool(bad.any()):
-        return
-    for (name, tensor), found in zip(tensors.items(), bad, strict=True):
+def _refuse(operands: Mapping[str, Tensor], *, mask: Tensor) -> None:
+    """Name the first entry that is not finite."""
+    for name, tensor in operands.items():
+        found = mask & ~torch.isfinite(tensor.detach())
         if found.any():
             row, column = (int(index) for index in found.nonzero()[0])
             raise RecordError(

@@ -35,7 +35,14 @@ from tracefp4.rl.alarms import SaturationAlarm
 from tracefp4.rl.batching import Batch, micro_batches, pad, token_logprobs
 from tracefp4.rl.fetching import RecordFetcher, records_of
 from tracefp4.rl.following import Following
-from tracefp4.rl.losses import LossConfig, LossData, LossOutput, grpo_loss, loss_denominator, merge_metrics
+from tracefp4.rl.losses import (
+    LossConfig,
+    LossData,
+    PendingLoss,
+    loss_denominator,
+    merge_metrics,
+    pending_grpo_loss,
+)
 from tracefp4.rl.optimizer import MasterWeightAdamW
 from tracefp4.rl.packing import PackedRow, pack, packed_micro_batches
 from tracefp4.rl.samples import TrainingSample
@@ -183,7 +190,7 @@ class PolicyTrainer:
         batches = self._padded(samples, trains_truncated)
         denominator = sum(loss_denominator(batch.loss_mask, config=loss) for _, batch in batches)
         passes: list[_Pass] = []
-        results: list[LossOutput] = []
+        pending: list[PendingLoss] = []
         with steady_weights(self.applied.model):
             for chosen, batch in self._with_records(batches, samples):
                 row = pack(batch) if self.packing else None
@@ -199,10 +206,11 @@ class PolicyTrainer:
                         mask=there.loss_mask,
                         ref_logprobs=self._placed(batch, chosen, ref_logprobs),
                     )
-                    result = grpo_loss(logprobs, data=data, config=loss, denominator=denominator)
+                    result = pending_grpo_loss(logprobs, data=data, config=loss, denominator=denominator)
                     result.loss.backward()
-                results.append(replace(result, loss=result.loss.detach()))
+                pending.append(replace(result, loss=result.loss.detach()))
                 passes.append(_Pass(chosen, batch.completion_mask, logprobs.detach(), replayed.counters))
+        results = [result.read() for result in pending]  # refused before a weight moves
         step = self.optimizer.step(lr_scale=lr_scale, grad_clip=grad_clip)
         following = Following.of((found.counters for found in passes), plan=self.plan)
         total_loss = sum(torch.stack([result.loss for result in results]).tolist()) if results else 0.0
