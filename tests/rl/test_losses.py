@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tracefp4.errors import ConfigError, RecordError
-from tracefp4.rl.losses import LossConfig, LossData, grpo_loss, loss_denominator, merge_metrics
+from tracefp4.rl.loss_metrics import merge_metrics
+from tracefp4.rl.losses import LossConfig, LossData, grpo_loss, loss_denominator
 
 # hand-worked decimals are written with six digits
 SIX_DIGITS = 1e-6

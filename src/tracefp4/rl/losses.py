@@ -27,13 +27,14 @@ objective.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tracefp4.errors import ConfigError, RecordError
+from tracefp4.rl.loss_metrics import Tokens, read_metrics, summed
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
 
@@ -137,7 +138,7 @@ class PendingLoss:
         read = self.numbers.tolist()
         if any(read[: len(self.operands)]):
             _refuse(self.operands, mask=self.mask)
-        return LossOutput(self.loss, _metrics(self.names, read[len(self.operands) :]))
+        return LossOutput(self.loss, read_metrics(self.names, read[len(self.operands) :]))
 
 
 def loss_denominator(mask: Tensor, *, config: LossConfig) -> float:
@@ -213,52 +214,16 @@ def pending_grpo_loss(
         token_loss = token_loss + config.kl_coefficient * divergence
     loss = _aggregate(token_loss, mask=mask, config=config) / max(denominator, 1.0)
     with torch.no_grad():
-        tokens = _Tokens(mask, ratio, (old - rollout).clamp(-bound, bound).exp(), weight, kept, advantage)
+        tokens = Tokens(mask, ratio, (old - rollout).clamp(-bound, bound).exp(), weight, kept, advantage)
         means = {
             "surrogate": weight * surrogate,
             "reference_kl": divergence,
             "dual_clip_fraction": surrogate < unbounded,
         }
         bad = [(mask & ~torch.isfinite(tensor.detach())).sum() for tensor in operands.values()]
-        names, sums = _summed(tokens, means, config=config)
+        names, sums = summed(tokens, means, config=config)
         numbers = torch.stack([count.to(torch.float64) for count in (*bad, *sums)])
     return PendingLoss(loss=loss, mask=mask, operands=operands, names=names, numbers=numbers)
-
-
-def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the metrics of several micro-batches into those of the whole step.
-
-    Names ending in `_max` take the maximum, `_min` the minimum, `num_tokens` adds; every other one is the
-    mean weighted by `num_tokens`, which equals the metric of the joined batch. Parts without trained tokens
-    do not count.
-
-    Args:
-        parts: metrics of `grpo_loss`, all with the same names; may be empty.
-
-    Returns:
-        One dictionary with the same names ({} for no parts).
-    """
-    if not parts:
-        return {}
-    filled = [part for part in parts if part["num_tokens"] > 0] or [parts[0]]
-    total = sum(part["num_tokens"] for part in filled)
-    merged: dict[str, float] = {}
-    for name in filled[0]:
-        values = [part[name] for part in filled]
-        if name == "num_tokens":
-            merged[name] = total
-        elif name.endswith("_max"):
-            merged[name] = max(values)
-        elif name.endswith("_min"):
-            merged[name] = min(values)
-        else:
-            weighted = sum(part[name] * part["num_tokens"] for part in filled)
-            merged[name] = weighted / total if total else values[0]
-    return merged
-
-
-_ONE_IF_EMPTY = ("ratio_mean", "tis_mean", "tis_raw_mean")
-"""Means that are 1 where nothing is trained."""
 
 
 def _importance_weight(log_weight: Tensor, *, config: LossConfig) -> tuple[Tensor, Tensor]:
@@ -294,59 +259,6 @@ def _aggregate(token_loss: Tensor, *, mask: Tensor, config: LossConfig) -> Tenso
         return selected.sum()
     num_tokens = mask.sum(dim=-1).clamp(min=1).to(token_loss.dtype)
     return (selected.sum(dim=-1) / num_tokens).sum()
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Per-token quantities [B, T] that the metrics read."""
-
-    mask: Tensor
-    ratio: Tensor
-    raw_weight: Tensor
-    weight: Tensor
-    kept: Tensor
-    advantage: Tensor
-
-
-_EXTREMES = ("ratio_max", "tis_raw_max", "ratio_min")
-"""The last numbers of a loss; the smallest is kept negated."""
-
-
-def _summed(
-    tokens: _Tokens, means: Mapping[str, Tensor], *, config: LossConfig
-) -> tuple[tuple[str, ...], list[Tensor]]:
-    """Names of quantities; and their number, their sums and the extremes over trained tokens, float64. `means` are
-    further quantities [B, T] whose mean is wanted."""
-    mask, ratio, raw = tokens.mask, tokens.ratio, tokens.raw_weight
-    is_low = (ratio < 1.0 - config.clip_low) & (tokens.advantage < 0)
-    is_high = (ratio > 1.0 + config.clip_high) & (tokens.advantage > 0)
-    is_capped = raw > config.tis_cap if config.tis_cap is not None else torch.zeros_like(is_low)
-    averaged = {
-        "ratio_mean": ratio,
-        "clip_low_fraction": is_low,
-        "clip_high_fraction": is_high,
-        "tis_mean": tokens.weight,
-        "tis_raw_mean": raw,
-        "tis_clipped_fraction": is_capped,
-        "tis_dropped_fraction": ~tokens.kept,
-        "policy_kl": ratio - 1.0 - ratio.log(),
-        **means,
-    }
-    sums = [torch.where(mask, values.to(torch.float64), 0.0).sum() for values in averaged.values()]
-    largest = [
-        torch.where(mask, values, -torch.inf).amax().to(torch.float64) for values in (ratio, raw, -ratio)
-    ]
-    return tuple(averaged), [mask.sum().to(torch.float64), *sums, *largest]
-
-
-def _metrics(names: tuple[str, ...], numbers: Sequence[float]) -> dict[str, float]:
-    """Means, fractions and extremes of what `_summed` gave; without trained tokens ratios are 1 and fractions 0."""
-    num_tokens, *read = numbers
-    if not num_tokens:
-        read = [float(name in _ONE_IF_EMPTY) for name in names] + [1.0, 1.0, -1.0]
-    found = dict(zip((*names, *_EXTREMES), read, strict=True))
-    divided = {name: found[name] / max(num_tokens, 1.0) for name in names}
-    return {"num_tokens": num_tokens, **found, **divided, "ratio_min": -found["ratio_min"]}
 
 
 def _check(logprobs: Tensor, *, data: LossData, config: LossConfig, denominator: float) -> dict[str, Tensor]:

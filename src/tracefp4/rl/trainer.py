@@ -35,12 +35,12 @@ from tracefp4.rl.alarms import SaturationAlarm
 from tracefp4.rl.batching import Batch, micro_batches, pad, token_logprobs
 from tracefp4.rl.fetching import RecordFetcher, records_of
 from tracefp4.rl.following import Following
+from tracefp4.rl.loss_metrics import merge_metrics
 from tracefp4.rl.losses import (
     LossConfig,
     LossData,
     PendingLoss,
     loss_denominator,
-    merge_metrics,
     pending_grpo_loss,
 )
 from tracefp4.rl.optimizer import MasterWeightAdamW

@@ -13,7 +13,8 @@ from tracefp4.diagnostics.mismatch import mismatch_by_lag, mismatch_metrics
 from tracefp4.errors import ConfigError
 from tracefp4.rl.config import RunConfig
 from tracefp4.rl.fetching import RecordFetcher
-from tracefp4.rl.losses import LossConfig, merge_metrics
+from tracefp4.rl.loss_metrics import merge_metrics
+from tracefp4.rl.losses import LossConfig
 from tracefp4.rl.policy import GenerationDefaults
 from tracefp4.rl.samples import TrainingSample
 from tracefp4.rl.schedule import warmup_constant
