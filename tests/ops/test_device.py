@@ -61,6 +61,7 @@ def gpu(monkeypatch):
     def launch(stream, config, kernel, *values):
         if found.refuses:
             raise found.refuses
+        assert config.programmatic_stream_serialization
         found.launched.append((kernel, config.grid, [getattr(value, "value", value) for value in values]))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -69,6 +70,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(module, "architecture_of", lambda device: "sm_90a")
     monkeypatch.setattr(module, "_stream", lambda handle, device: handle)
+    monkeypatch.setattr(module, "_can_start_early", lambda device: True)
     monkeypatch.setattr(module.nvrtc, "build", build)
     monkeypatch.setattr(module.nvrtc, "is_installed", lambda: (True, "NVRTC"))
     monkeypatch.setattr(cuda.core, "Device", lambda index: SimpleNamespace(set_current=lambda: None))

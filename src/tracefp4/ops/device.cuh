@@ -28,6 +28,15 @@ INLINE float high_bf16(uint32_t pair) { return float_of(pair & 0xFFFF0000u); }
     extern __shared__ __align__(128) unsigned char tracefp4_shared[]; \
     type *name = reinterpret_cast<type *>(tracefp4_shared)
 
+/* Wait until the launches before this one have ended and their results can be read; then let the next one come. Every
+ * kernel begins with it: from sm_90 on it was put on the multiprocessors while they were still running (ops/device.py). */
+DEVICE void await_earlier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 /* a * b of two fp16 each. */
 DEVICE uint32_t mul_f16x2(uint32_t a, uint32_t b) {
     uint32_t r;

@@ -248,7 +248,12 @@ class _GPU:
             if launch.shared_bytes > loaded.shared_bytes:
                 _raise_shared(loaded.kernel, launch.shared_bytes, device)
                 loaded.shared_bytes = launch.shared_bytes
-            config = LaunchConfig(grid=launch.grid, block=launch.threads, shmem_size=launch.shared_bytes)
+            config = LaunchConfig(
+                grid=launch.grid,
+                block=launch.threads,
+                shmem_size=launch.shared_bytes,
+                programmatic_stream_serialization=_can_start_early(device),
+            )
             stream = _stream(torch.cuda.current_stream(device).cuda_stream, device)
             values = packed_arguments(arguments)
             try:
@@ -260,6 +265,15 @@ class _GPU:
                     f"and {launch.shared_bytes} bytes of shared memory. A grid has at most 2,147,483,647 x 65,535 x "
                     "65,535 blocks. Pass fewer rows at a time, or Backend.REFERENCE."
                 ) from problem
+
+
+@lru_cache(maxsize=64)
+def _can_start_early(device: torch.device) -> bool:
+    """Whether a kernel may lie on the multiprocessors before the one ahead of it in the stream has ended.
+
+    That hides the time of a launch. The kernel awaits the end itself (`await_earlier` of device.cuh).
+    """
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 _SHARED_BYTES = 48 << 10

@@ -12,6 +12,7 @@ enum { WORDS_PER_BLOCK = RULES.block / 8 };
 /* blocks_per_outer: how many blocks share an entry of `outer`. */
 KERNEL dequantize(const uint32_t *packed, const uint8_t *block_scales, const void *outer, int num_blocks,
                   int blocks_per_outer, void *values) {
+    await_earlier();
     uint32_t word[WORDS_PER_THREAD], byte[WORDS_PER_THREAD];
     int64_t first = (int64_t)blockIdx.x * blockDim.x * WORDS_PER_THREAD + threadIdx.x;
     for (int i = 0; i < WORDS_PER_THREAD; i++) {

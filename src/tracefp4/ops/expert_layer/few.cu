@@ -113,6 +113,7 @@ DEVICE void find_sources(const uint16_t *(&source)[MT], const uint16_t *x, const
 KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) gate_up_few(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
                                                  const uint16_t *x, const int *order, const int *offsets,
                                                  const int *tiles, int groups, int width, int top_k, uint16_t *h) {
+    await_earlier();
     SHARED float shared[WARPS][ROWS][COLUMNS + 1];
     struct routes routes = {order, offsets, tiles};
     struct tile tile = read_tile(routes, (int)blockIdx.y);
@@ -135,6 +136,7 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) gate_up_few(const uint4 *words,
 KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) down_few(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
                                               const uint16_t *h, const int *order, const int *offsets, const int *tiles,
                                               int groups, int width, uint16_t *y) {
+    await_earlier();
     SHARED float shared[WARPS][ROWS][COLUMNS + 1];
     struct routes routes = {order, offsets, tiles};
     struct tile tile = read_tile(routes, (int)blockIdx.y);

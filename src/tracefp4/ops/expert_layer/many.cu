@@ -111,6 +111,7 @@ DEVICE void store_tile(const float (&value)[4], const struct routes &routes, con
 KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) gate_up_many(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
                                                   const uint16_t *x, const int *order, const int *offsets,
                                                   const int *tiles, int groups, int width, int top_k, uint16_t *h) {
+    await_earlier();
     DYNAMIC_SHARED(unsigned char, shared);
     struct routes routes = {order, offsets, tiles};
     struct tile tile = read_tile(routes, (int)blockIdx.y);
@@ -134,6 +135,7 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) gate_up_many(const uint4 *words
 KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) down_many(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
                                                const uint16_t *h, const int *order, const int *offsets,
                                                const int *tiles, int groups, int width, uint16_t *y) {
+    await_earlier();
     DYNAMIC_SHARED(unsigned char, shared);
     struct routes routes = {order, offsets, tiles};
     struct tile tile = read_tile(routes, (int)blockIdx.y);

@@ -31,6 +31,7 @@ DEVICE int sum_before(int mine) {
 
 /* counts[chunk][expert]. */
 KERNEL __launch_bounds__(THREADS) count_pairs(const int64_t *ids, int num_pairs, int chunk, int num_experts, int *counts) {
+    await_earlier();
     DYNAMIC_SHARED(int, found);
     int begin = (int)blockIdx.x * chunk, end = least(begin + chunk, num_pairs);
     for (int e = (int)threadIdx.x; e < num_experts; e += THREADS) found[e] = 0;
@@ -105,6 +106,7 @@ DEVICE void write_tiles(const struct lists &lists, int num_experts, int tile_tok
 KERNEL __launch_bounds__(THREADS) place_pairs(const int64_t *ids, int num_pairs, int chunk, int num_experts,
                                               const int *counts, int tile_tokens, int max_tiles, int *order, int *offsets,
                                               int *tiles) {
+    await_earlier();
     DYNAMIC_SHARED(int, shared);
     struct lists lists = {shared, shared + WARPS * num_experts, shared + (WARPS + 1) * num_experts,
                           shared + (WARPS + 2) * num_experts};
@@ -135,6 +137,7 @@ KERNEL __launch_bounds__(THREADS) place_pairs(const int64_t *ids, int num_pairs,
  * thread eight columns at a time. */
 KERNEL __launch_bounds__(256) combine(const uint16_t *y, const int64_t *ids, const void *weights, int weights_dtype,
                                       int num_experts, int top_k, int width, uint16_t *out) {
+    await_earlier();
     int64_t token = blockIdx.x;
     for (int column = 8 * (int)threadIdx.x; column < width; column += 8 * THREADS) {
         float sum[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};

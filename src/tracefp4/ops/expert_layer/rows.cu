@@ -18,17 +18,32 @@ enum { HELD = 4 /* blocks of a thread that stay in registers, where rows are man
 /* Where a row goes: values [.., padded], zeros beyond the width; packed, block_scales and outer may be null, all or none. */
 struct target {
     uint16_t *values;
-    int padded;
+    int padded, in_steps; /* whether columns lie in the order in which steps of 16 add them up */
     uint8_t *packed, *block_scales;
     int8_t *outer;
 };
 
+/* Eight values of a row, columns 8 e on. In steps, columns 16j + 4t + 2q and + 1 of a group lie
+ * at 16t + 8q + 2j and + 1. */
+DEVICE void store_eight(const struct target &target, int e, const uint4 &eight) {
+    uint16_t *row = target.values + (int64_t)blockIdx.x * target.padded;
+    if (!target.in_steps) {
+        *reinterpret_cast<uint4 *>(row + 8 * e) = eight;
+        return;
+    }
+    uint32_t *to = reinterpret_cast<uint32_t *>(row) + e / 8 * (GROUP / 2) + e % 2 * 16 + e / 2 % 4;
+    to[0] = eight.x;
+    to[4] = eight.y;
+    to[8] = eight.z;
+    to[12] = eight.w;
+}
+
 DEVICE void round_block(const struct values &values, const void *x, int b, int num_blocks, int exponent,
                         const struct target &target) {
-    int64_t block = (int64_t)blockIdx.x * num_blocks + b, at = (int64_t)blockIdx.x * (target.padded / 8) + b * (BLOCK / 8);
+    int64_t block = (int64_t)blockIdx.x * num_blocks + b;
     struct encoded encoded = encode(values, x, block, outer_of(exponent), nullptr);
     for (int w = 0; w < BLOCK / 8; w++)
-        store_values<BFLOAT16, true>(encoded.word[w], encoded.decode_scale, target.values, at + w);
+        store_eight(target, b * (BLOCK / 8) + w, bf16_values(encoded.word[w], encoded.decode_scale));
     if (target.packed) store_block(encoded, block, target.block_scales, target.packed);
 }
 
@@ -56,24 +71,24 @@ template <int held> DEVICE void quantize_row(const void *x, int width, int expon
         if (mine + p * step < num_blocks) round_block(values[p], x, mine + p * step, num_blocks, exponent, target);
     for (int b = mine + held * step; b < num_blocks; b += step)
         round_block(load_block(x, first + b), x, b, num_blocks, exponent, target);
-    if (width + 8 * mine < target.padded) {
-        int64_t at = (int64_t)blockIdx.x * target.padded + width + 8 * mine;
-        *reinterpret_cast<uint4 *>(target.values + at) = make_uint4(0, 0, 0, 0);
-    }
+    if (width + 8 * mine < target.padded) store_eight(target, width / 8 + mine, make_uint4(0, 0, 0, 0));
 }
 
-KERNEL quantize_few_rows(const void *x, int width, int padded, int exponent, uint16_t *values, uint8_t *packed,
+KERNEL quantize_few_rows(const void *x, int width, int padded, int in_steps, int exponent, uint16_t *values, uint8_t *packed,
                          uint8_t *block_scales, int8_t *outer) {
-    quantize_row<1>(x, width, exponent, {values, padded, packed, block_scales, outer});
+    await_earlier();
+    quantize_row<1>(x, width, exponent, {values, padded, in_steps, packed, block_scales, outer});
 }
 
-KERNEL quantize_many_rows(const void *x, int width, int padded, int exponent, uint16_t *values, uint8_t *packed,
-                          uint8_t *block_scales, int8_t *outer) {
-    quantize_row<HELD>(x, width, exponent, {values, padded, packed, block_scales, outer});
+KERNEL quantize_many_rows(const void *x, int width, int padded, int in_steps, int exponent, uint16_t *values, uint8_t *packed,
+                         uint8_t *block_scales, int8_t *outer) {
+    await_earlier();
+    quantize_row<HELD>(x, width, exponent, {values, padded, in_steps, packed, block_scales, outer});
 }
 
 /* The largest magnitudes of finite blocks in the parts of every matrix: partial[matrix][part], a thread block each. */
 KERNEL matrix_maxima(const void *w, int num_blocks, float *partial) {
+    await_earlier();
     int64_t first = (int64_t)blockIdx.y * num_blocks;
     int32_t largest = 0;
     for (int64_t b = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; b < num_blocks; b += (int64_t)gridDim.x * blockDim.x)
@@ -91,6 +106,7 @@ DEVICE uint32_t spread(uint32_t four) {
  * g + 8 of a tile. Exponents are found from the maxima, num_partial of each matrix; where that is 0, they are read. */
 KERNEL refit_matrices(const void *w, int num_rows, int width, const float *partial, int num_partial, int8_t *exponents,
                       uint4 *words, uint8_t *scales) {
+    await_earlier();
     enum { PER_GROUP = GROUP / BLOCK };
     int64_t matrix = blockIdx.y;
     int exponent = num_partial ? 0 : exponents[matrix];

@@ -58,6 +58,7 @@ KERNEL __launch_bounds__(128) prepare_heads(const uint32_t *mixed, const uint16_
                                             const int64_t *slots, int mixed_stride, int a_stride, int b_stride,
                                             int num_key_heads, int num_heads, int num_slots, float scale,
                                             uint32_t *conv, float *q, float *k, uint32_t *v, float *decay, float *beta) {
+    await_earlier();
     int lane = (int)threadIdx.x % WARP, seq = (int)blockIdx.y;
     int head = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP), value = head - 2 * num_key_heads;
     if (value >= num_heads) return; /* the whole warp */

@@ -85,6 +85,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT) step_heads(const float *q, const flo
                                                        const float *decay, const float *beta, const uint32_t *z,
                                                        const uint32_t *norm, const int64_t *slots, int z_stride,
                                                        int num_slots, float epsilon, uint4 *states, uint32_t *out) {
+    await_earlier();
     DYNAMIC_SHARED(uint4, staged);
     SHARED float of_row[VALUE_DIM];
     int seq = (int)blockIdx.z, num_heads = (int)(gridDim.x * gridDim.y), thread = (int)threadIdx.x;

@@ -206,6 +206,7 @@ KERNEL RESIDENT guided_rows(const void *x, int num_rows, int width, int threads,
                    const uint8_t *decisions, const int64_t *code, const void *recorded_outer,
                    const uint8_t *recorded_scales, const int64_t *scale_code, void *outer, uint8_t *block_scales,
                    void *values, uint8_t *codes, int32_t *counts) {
+    await_earlier();
     DYNAMIC_SHARED(unsigned char, shared);
     struct place place = place_of(num_rows, threads);
     struct guide guide = {valid, decisions, code, recorded_outer, recorded_scales, scale_code};
@@ -249,6 +250,7 @@ KERNEL RESIDENT guided_rows(const void *x, int num_rows, int width, int threads,
 
 /* The largest magnitude of each row, among its finite blocks of 16; a thread block a row. */
 KERNEL row_maxima(const void *x, int width, float *amax) {
+    await_earlier();
     float largest = row_maximum(x, blockIdx.x, width);
     if (threadIdx.x == 0) amax[blockIdx.x] = largest;
 }

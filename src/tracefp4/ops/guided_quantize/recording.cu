@@ -76,6 +76,7 @@ DEVICE void keep_lowest_of_scales(const struct encoded &encoded, const struct pl
 KERNEL recorded_rows(const void *x, int num_rows, int width, int threads, const int64_t *code_numbers,
                      const int64_t *scale_code_numbers, void *outer, uint8_t *block_scales, void *values, uint8_t *codes,
                      uint8_t *payload, uint8_t *scales) {
+    await_earlier();
     DYNAMIC_SHARED(uint32_t, shared); /* rows of bits of codes, or of scales; then words of their syndromes */
     struct place place = place_of(num_rows, threads);
     struct values of_block; /* the first block of this thread stays in registers */
@@ -127,6 +128,7 @@ KERNEL recorded_rows(const void *x, int num_rows, int width, int threads, const 
 
 /* The largest magnitude of each row, among its finite blocks of 16; a thread block a row. */
 KERNEL row_maxima(const void *x, int width, float *amax) {
+    await_earlier();
     float largest = row_maximum(x, blockIdx.x, width);
     if (threadIdx.x == 0) amax[blockIdx.x] = largest;
 }

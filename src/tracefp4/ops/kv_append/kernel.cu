@@ -5,6 +5,7 @@
 /* FP4 rows [tokens, heads, blocks] in plain order; a thread moves a block. */
 KERNEL append_blocks(const uint8_t *packed, const uint8_t *block_scales, const int64_t *slots, int num_tokens,
                      int num_heads, int num_blocks, int num_slots, int order, uint8_t *to_packed, uint8_t *to_scales) {
+    await_earlier();
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     struct block_of_rows at = place_of(i, num_heads, num_blocks);
     if (at.token >= num_tokens) return;
@@ -27,10 +28,12 @@ DEVICE void append_units(const void *rows, const int64_t *slots, int num_tokens,
 
 KERNEL append_16_bytes(const void *rows, const int64_t *slots, int num_tokens, int num_heads, int width, int num_slots,
                        void *pages) {
+    await_earlier();
     append_units<uint4>(rows, slots, num_tokens, num_heads, width, num_slots, pages);
 }
 
 KERNEL append_bytes(const void *rows, const int64_t *slots, int num_tokens, int num_heads, int width, int num_slots,
                     void *pages) {
+    await_earlier();
     append_units<uint8_t>(rows, slots, num_tokens, num_heads, width, num_slots, pages);
 }

@@ -10,6 +10,7 @@ KERNEL quantize_append(const void *k, const void *v, const int64_t *slots, int n
                        int num_slots, int k_stride, int v_stride, int k_exponent, int v_exponent, int k_order,
                        int v_order, uint8_t *k_packed, uint8_t *k_scales, uint8_t *v_packed, uint8_t *v_scales,
                        uint8_t *k_pages, uint8_t *k_page_scales, uint8_t *v_pages, uint8_t *v_page_scales) {
+    await_earlier();
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     struct block_of_rows place = place_of(i, num_heads, num_blocks);
     int token = place.token, is_v = (int)blockIdx.y;

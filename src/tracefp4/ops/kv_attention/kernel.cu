@@ -311,6 +311,7 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) attend(const void *query_rows, 
                                             int num_queries, int group, int num_kv, int num_pages, int num_splits,
                                             int block_splits, int num_frames, int tiles_per_page, int key_exponent,
                                             int value_exponent, float scale) {
+    await_earlier();
     DYNAMIC_SHARED(uint8_t, shared);
     struct merged &merged = *reinterpret_cast<struct merged *>(shared + WARPS * STAGES * TILE_BYTES);
     struct problem problem = {query_rows, table, positions, out, partial, partial_sums, num_queries, group,
@@ -377,6 +378,7 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) attend(const void *query_rows, 
 /* Add the splits in their order: a block per column, a thread per dim. Grid: sequences times kv heads; columns. */
 KERNEL combine(const float *partial, const float *partial_sums, const int64_t *positions, void *out, int num_queries,
                int group, int num_kv, int num_splits, int value_exponent) {
+    await_earlier();
     struct problem problem = {nullptr, nullptr, positions, out, nullptr, nullptr, num_queries, group,
                               num_kv, 0, num_splits, num_queries * group};
     int sequence = (int)blockIdx.x / num_kv, kv_head = (int)blockIdx.x % num_kv, column = (int)blockIdx.y;

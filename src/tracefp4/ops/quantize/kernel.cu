@@ -35,16 +35,19 @@ template <int held> DEVICE void quantize_row(const void *x, int width, void *out
 }
 
 KERNEL quantize_few(const void *x, int width, void *outer, uint8_t *block_scales, uint8_t *packed) {
+    await_earlier();
     quantize_row<1>(x, width, outer, block_scales, packed);
 }
 
 KERNEL quantize_many(const void *x, int width, void *outer, uint8_t *block_scales, uint8_t *packed) {
+    await_earlier();
     quantize_row<HELD>(x, width, outer, block_scales, packed);
 }
 
 /* Outer scales are given, one for `blocks_per_outer` blocks; a thread per block. */
 KERNEL quantize_blocks(const void *x, int num_blocks, int blocks_per_outer, const void *outer, int has_scales,
                        uint8_t *block_scales, uint8_t *packed) {
+    await_earlier();
     int64_t block = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (block >= num_blocks) return;
     struct outer scale = read_outer(&RULES, outer, (uint32_t)block / (uint32_t)blocks_per_outer);
@@ -54,6 +57,7 @@ KERNEL quantize_blocks(const void *x, int num_blocks, int blocks_per_outer, cons
 
 /* The largest magnitude of each row, among its finite blocks of 16. */
 KERNEL row_maxima(const void *x, int width, float *amax) {
+    await_earlier();
     float largest = row_maximum(x, blockIdx.x, width);
     if (threadIdx.x == 0) amax[blockIdx.x] = largest;
 }

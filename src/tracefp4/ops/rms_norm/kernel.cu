@@ -33,6 +33,7 @@ DEVICE void norm_once(struct eight &part, float factor, const void *weight, int 
 KERNEL __launch_bounds__(512) normalize_rows(const void *x, const void *residual, const void *weight, int is_wide,
                                              int width, float epsilon, void *sums, void *out, void *outer,
                                              uint8_t *block_scales, uint8_t *packed) {
+    await_earlier();
     int num_eights = num_eights_of(width);
     int64_t first = (int64_t)blockIdx.x * num_eights;
     struct row row, other, of_weight;

@@ -35,6 +35,7 @@ KERNEL __launch_bounds__(256) norm_and_rotate(const uint16_t *q, const uint16_t 
                                               const uint16_t *sines, int table_size, const int64_t *positions,
                                               int num_tokens, int num_q, int num_k, float epsilon, uint16_t *q_out,
                                               uint16_t *k_out) {
+    await_earlier();
     int num_heads = num_q + num_k, part = (int)threadIdx.x % TEAM * 8;
     int64_t item = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / TEAM;
     int64_t token = (uint32_t)item / (uint32_t)num_heads; /* so many heads fit into no memory */

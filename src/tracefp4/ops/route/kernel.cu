@@ -22,6 +22,7 @@ DEVICE uint32_t most_of_warp(uint32_t x) {
 /* logits bf16 [num_tokens, EXPERTS], ids [num_tokens, TOP_K], weights bf16 [num_tokens, TOP_K]. */
 KERNEL __launch_bounds__(128) route_tokens(const uint16_t *logits, int num_tokens, int renormalizes, int64_t *ids,
                                            uint16_t *weights) {
+    await_earlier();
     int lane = (int)threadIdx.x % WARP;
     int64_t token = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / WARP;
     if (token >= num_tokens) return; /* the whole warp */

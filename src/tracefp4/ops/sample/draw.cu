@@ -281,6 +281,7 @@ KERNEL __launch_bounds__(THREADS) draw_tokens(const uint16_t *logits, const stru
                                               const double *temperatures, const int64_t *top_ks, const double *top_ps,
                                               const int64_t *forced, uint64_t *mass, int *ties, int64_t *tokens,
                                               double *logprobs) {
+    await_earlier();
     int64_t at = blockIdx.x, first = at * num_tiles;
     struct row row = {logits + first * TILE, weights + first, num_tiles, 0.0f, 0.0f, mass + first, ties + first};
     int thread = (int)threadIdx.x, largest = 0, token = forced ? (int)forced[at] : -1;

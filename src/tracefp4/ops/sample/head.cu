@@ -94,6 +94,7 @@ template <int groups> DEVICE struct weights weigh(const uint4 (&words)[groups], 
 KERNEL __launch_bounds__(THREADS) multiply_head(const uint16_t *head, const uint16_t *hidden, const double *temperature,
                                                 int num_tokens, int vocabulary, int width, uint16_t *logits,
                                                 struct weights *weights) {
+    await_earlier();
     DYNAMIC_SHARED(uint4, shared);
     int first_row = (int)blockIdx.y * TILE, first_token = (int)blockIdx.x * TOKENS;
     int num_steps = (width + DEPTH - 1) / DEPTH;
@@ -156,6 +157,7 @@ DEVICE uint4 excluded_from(uint4 words, int num) {
  * in the cache. */
 KERNEL __launch_bounds__(THREADS) weigh_tiles(const double *temperature, int num_tiles, int vocabulary, uint16_t *logits,
                                               struct weights *weights) {
+    await_earlier();
     enum { SIDE_BY_SIDE = THREADS / EIGHTS };
     int64_t row = blockIdx.x;
     int thread = (int)threadIdx.x, strip = (int)(gridDim.y - 1 - blockIdx.y);

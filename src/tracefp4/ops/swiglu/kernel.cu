@@ -15,6 +15,7 @@ DEVICE uint32_t gated(uint32_t gate, uint32_t up) {
 /* gate_up [.., 2 width], out [.., width]; `outer`, `block_scales` and `packed` may all be null. */
 KERNEL __launch_bounds__(512) gate_rows(const void *gate_up, int width, void *out, void *outer, uint8_t *block_scales,
                                         uint8_t *packed) {
+    await_earlier();
     int num_eights = num_eights_of(width);
     int64_t first = (int64_t)blockIdx.x * num_eights;
     struct row row, up;

@@ -16,6 +16,7 @@ DEVICE uint32_t piece_of(const uint8_t *codes, int n) {
 /* is_aligned: rows and `codes` begin at multiples of 16 bytes. */
 KERNEL encode_rows(const uint8_t *codes, const int64_t *numbers, int num_rows, int width, int rows_per_block,
                    int is_aligned, uint8_t *syndromes) {
+    await_earlier();
     DYNAMIC_SHARED(uint32_t, shared);
     struct code code = read_code(numbers);
     int stride = words_of_bits(width), num_pieces = (width + PIECE - 1) / PIECE;
