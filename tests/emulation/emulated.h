@@ -360,6 +360,9 @@ DEVICE uint32_t f16x2_of_e4m3x2(uint32_t bytes) {
     uint32_t high = emulation::half_of_float(half_of_e4m3(bytes >> 8 & 0xFF));
     return emulation::half_of_float(half_of_e4m3(bytes & 0xFF)) | high << 16;
 }
+DEVICE uint32_t f16x2_of_upper_e4m3x2(uint32_t word) { return f16x2_of_e4m3x2(word >> 16); }
+DEVICE uint32_t twice_low(uint32_t two) { return (two & 0xFFFF) | two << 16; }
+DEVICE uint32_t twice_high(uint32_t two) { return (two & 0xFFFF0000u) | two >> 16; }
 DEVICE uint32_t f16x2_of(float low, float high) {
     return emulation::half_of_float(low) | emulation::half_of_float(high) << 16;
 }

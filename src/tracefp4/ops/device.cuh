@@ -99,6 +99,25 @@ DEVICE uint32_t f16x2_of_e4m3x2(uint32_t bytes) {
     return r;
 }
 
+/* The same of the two bytes in the upper half of a word, which costs no shift. */
+DEVICE uint32_t f16x2_of_upper_e4m3x2(uint32_t word) {
+    uint32_t r;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(r) : "r"(word));
+    return r;
+}
+
+/* The low or the high half of a word, twice: a choice that the instructions for two fp16 make by themselves. */
+DEVICE uint32_t twice_low(uint32_t two) {
+    uint32_t r;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(r) : "r"(two));
+    return r;
+}
+DEVICE uint32_t twice_high(uint32_t two) {
+    uint32_t r;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(r) : "r"(two));
+    return r;
+}
+
 /* Two floats rounded to fp16, `low` in the low half; NaN and overflow as IEEE has them. */
 DEVICE uint32_t f16x2_of(float low, float high) {
     uint32_t r;

@@ -89,8 +89,9 @@ template <class Use> DEVICE void for_keys(const uint8_t *part, int lane, Use use
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 uint32_t word = word_of(four, c);
-                uint32_t two = f16x2_of_e4m3x2((c < 2 ? bytes.x : bytes.y) >> 16 * (c % 2) & 0xFFFF);
-                uint32_t of_g = __byte_perm(two, two, 0x1010), of_g_8 = __byte_perm(two, two, 0x3232);
+                uint32_t pairs = c < 2 ? bytes.x : bytes.y;
+                uint32_t two = c % 2 ? f16x2_of_upper_e4m3x2(pairs) : f16x2_of_e4m3x2(pairs);
+                uint32_t of_g = twice_low(two), of_g_8 = twice_high(two);
                 a[0] = mul_f16x2(code_pair(word, 0), of_g);
                 a[1] = mul_f16x2(code_pair(word, 2), of_g_8);
                 a[2] = mul_f16x2(code_pair(word, 1), of_g);
@@ -120,7 +121,7 @@ template <class Use> DEVICE void for_values(const uint8_t *part, int lane, Use u
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 uint32_t word = word_of(four, c), scale = word_of(bytes, c);
-                uint32_t first = f16x2_of_e4m3x2(scale & 0xFFFF), second = f16x2_of_e4m3x2(scale >> 16);
+                uint32_t first = f16x2_of_e4m3x2(scale), second = f16x2_of_upper_e4m3x2(scale);
                 a[0] = mul_f16x2(code_pair(word, 0), first);
                 a[1] = mul_f16x2(code_pair(word, 1), first);
                 a[2] = mul_f16x2(code_pair(word, 2), second);
