@@ -43,7 +43,7 @@ class Emulator:
         if key not in self._libraries:
             self._libraries[key] = ctypes.CDLL(str(compiled(program.source, dict(launch.defines))))
         function = getattr(self._libraries[key], f"emulated_{launch.kernel}")
-        values = [ctypes.c_void_p(a) if isinstance(a, int) else a for a in packed_arguments(arguments)]
+        values = packed_arguments(arguments)
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         grid = (ctypes.c_uint32 * 3)(*launch.grid, *(1,) * (3 - len(launch.grid)))
         size = (ctypes.c_uint32 * 3)(launch.threads, 1, 1)
@@ -62,7 +62,7 @@ def compiled(source: Path, defines: dict[str, int | str]) -> Path:
         [*OPS.glob("*.h"), *OPS.glob("*.cuh"), *source.parent.glob("*.h"), *source.parent.glob("*.cuh")]
     )
     key = repr((sorted(defines.items()), FLAGS, text)).encode()
-    key += b"".join(path.read_bytes() for path in (*files, HERE / "emulated.h", HERE / "launch.h"))
+    key += b"".join(path.read_bytes() for path in (*files, *sorted(HERE.glob("*.h"))))
     library = cache_folder() / f"emulated-{hashlib.sha256(key).hexdigest()[:24]}.so"
     if library.exists():
         return library

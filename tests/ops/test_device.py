@@ -26,6 +26,7 @@ from tracefp4.formats.schemes import (
 )
 from tracefp4.ops import backend as backend_module
 from tracefp4.ops import device as module
+from tracefp4.ops import launching
 from tracefp4.ops.backend import Backend, choose
 from tracefp4.ops.dequantize import device as dequantizing
 from tracefp4.ops.device import DeviceLibrary, KernelFile, Launch, comparing
@@ -58,25 +59,24 @@ def gpu(monkeypatch):
         found.loaded.append((source.name, dict(variant["defines"])))
         return SimpleNamespace(code=b"")
 
-    def launch(stream, config, kernel, *values):
+    def start(kernel, grid, block, values, how):
         if found.refuses:
             raise found.refuses
-        assert config.programmatic_stream_serialization
-        found.launched.append((kernel, config.grid, [getattr(value, "value", value) for value in values]))
+        assert how == (7, True)
+        found.launched.append((kernel, grid, [value.value for value in values]))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.is_capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(module, "architecture_of", lambda device: "sm_90a")
-    monkeypatch.setattr(module, "_stream", lambda handle, device: handle)
     monkeypatch.setattr(module, "_can_start_early", lambda device: True)
     monkeypatch.setattr(module.nvrtc, "build", build)
     monkeypatch.setattr(module.nvrtc, "is_installed", lambda: (True, "NVRTC"))
     monkeypatch.setattr(cuda.core, "Device", lambda index: SimpleNamespace(set_current=lambda: None))
-    code = SimpleNamespace(get_kernel=lambda name: name)
+    code = SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=name))
     monkeypatch.setattr(cuda.core, "ObjectCode", SimpleNamespace(from_cubin=lambda cubin: code))
-    monkeypatch.setattr(cuda.core, "launch", launch)
+    monkeypatch.setattr(module, "start", start)
     return found
 
 
@@ -157,7 +157,7 @@ def test_a_kernel_that_was_not_compared_does_not_run(gpu):
     x = torch.zeros(4)
     made.launch(LAUNCH, None, x, -5, 0.5, device=GPU)
     assert gpu.loaded == [("kernel.cu", {"B": 1, "A": 2})]
-    assert gpu.launched == [("kernel", (2, 3, 1), [0]), ("kernel", (2, 3, 1), [0, x.data_ptr(), -5, 0.5])]
+    assert gpu.launched == [("kernel", (2, 3), [None]), ("kernel", (2, 3), [None, x.data_ptr(), -5, 0.5])]
     with pytest.raises(BackendError, match="no comparison has launched"):
         made.launch(LAUNCH._replace(defines={"B": 1, "A": 3}), device=GPU)
 
@@ -333,3 +333,12 @@ def test_a_check_launches_what_the_cache_launches(launched):
         )
         called = launched(lambda p=pages, f=found: appending.append_on_device(p[0], f[0], slots))
         assert called and called <= moved
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_what_the_driver_is_told_of_a_launch(is_early):
+    found = launching._config((5, 2, 1), (96, 1024), (7, is_early))
+    assert (found.gridDimX, found.gridDimY, found.gridDimZ) == (5, 2, 1)
+    assert (found.blockDimX, found.blockDimY, found.blockDimZ) == (96, 1, 1)
+    assert (found.sharedMemBytes, int(found.hStream), found.numAttrs) == (1024, 7, int(is_early))
+    assert [attribute.value.programmaticStreamSerializationAllowed for attribute in found.attrs] == [1] * is_early

@@ -24,6 +24,7 @@ from torch import Tensor
 from tracefp4.errors import BackendError
 from tracefp4.ops import nvrtc
 from tracefp4.ops.kernels import Status
+from tracefp4.ops.launching import Value, start
 
 _LOG = logging.getLogger(__name__)
 Argument = Tensor | int | float | None
@@ -197,18 +198,18 @@ def heads_in_place(x: Tensor) -> Tensor:
     return x if is_side_by_side and x.data_ptr() % 16 == 0 else aligned(x)
 
 
-def packed_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
-    """Return arguments as the binding takes them: addresses as int, and ctypes objects for int32 and float32.
+def packed_arguments(arguments: tuple[Argument, ...]) -> list[Value]:
+    """Return arguments as a kernel reads them: addresses, int32 and float32.
 
     Raises:
         OverflowError: An int does not fit.
     """
-    packed: list[Any] = []
+    packed: list[Value] = []
     for argument in arguments:
         if argument is None:
-            packed.append(0)
+            packed.append(ctypes.c_void_p(0))
         elif isinstance(argument, Tensor):
-            packed.append(argument.data_ptr())
+            packed.append(ctypes.c_void_p(argument.data_ptr()))
         elif isinstance(argument, float):
             packed.append(ctypes.c_float(argument))
         else:
@@ -237,9 +238,6 @@ class _GPU:
     def run(
         self, program: Program, launch: Launch, arguments: tuple[Argument, ...], device: torch.device
     ) -> None:
-        from cuda.core import LaunchConfig
-        from cuda.core import launch as launch_kernel
-
         key = (program, launch.kernel, device, *launch.defines.items())
         with torch.cuda.device(device):
             loaded = self._kernels.get(key)
@@ -248,16 +246,10 @@ class _GPU:
             if launch.shared_bytes > loaded.shared_bytes:
                 _raise_shared(loaded.kernel, launch.shared_bytes, device)
                 loaded.shared_bytes = launch.shared_bytes
-            config = LaunchConfig(
-                grid=launch.grid,
-                block=launch.threads,
-                shmem_size=launch.shared_bytes,
-                programmatic_stream_serialization=_can_start_early(device),
-            )
-            stream = _stream(torch.cuda.current_stream(device).cuda_stream, device)
+            how = (torch.cuda.current_stream(device).cuda_stream, _can_start_early(device))
             values = packed_arguments(arguments)
             try:
-                launch_kernel(stream, config, loaded.kernel, *values)
+                start(loaded.kernel.handle, launch.grid, (launch.threads, launch.shared_bytes), values, how)
             except Exception as problem:  # the binding has classes of its own for what the driver says
                 raise BackendError(
                     f"the GPU refuses {launch.kernel} of {_name(program)}, or an earlier kernel failed; got "
@@ -282,14 +274,6 @@ _SHARED_BYTES = 48 << 10
 
 def _name(program: Program) -> str:
     return f"{program.source.parent.name}/{program.source.name}"
-
-
-@lru_cache(maxsize=256)
-def _stream(handle: int, device: torch.device) -> Any:
-    """Wrap a stream of torch; the device is part of the key, because every device has its own stream 0."""
-    from cuda.core import Stream
-
-    return Stream.from_handle(handle)
 
 
 def _load(program: Program, launch: Launch, device: torch.device) -> _Loaded:
