@@ -52,6 +52,16 @@ struct Copy {
     int is_there;
 };
 
+/* A product under way: c += A B, with the operands that it began with. */
+struct Product {
+    float *c;
+    const uint32_t *a;
+    uint64_t b;
+    int tiles;
+    uint32_t a_then[4];
+    std::vector<uint16_t> b_then;
+};
+
 struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
@@ -59,6 +69,9 @@ struct Fiber {
     bool is_done;
     std::vector<Copy> open;                /* copies since the last group ended */
     std::vector<std::vector<Copy>> groups; /* oldest first */
+    std::vector<Product> open_products;
+    std::vector<std::vector<Product>> product_groups;
+    bool has_unseen, may_multiply;         /* copies arrived that products cannot read yet; operands are fenced */
 };
 
 struct Warp {
@@ -74,6 +87,7 @@ struct Block {
     int num_threads, num_done, running;
     int num_at_barrier;
     uint32_t barrier_generation;
+    bool reads_too_early;                  /* a thread came to a barrier with copies that products cannot read */
     long num_idle;                         /* turns in a row in which no thread went on */
     long num_steps;                        /* times that a thread went on */
     uint3 grid, size, index;
@@ -103,6 +117,7 @@ template <class Condition> inline void wait_until(Condition is_over) {
 
 inline void barrier() {
     uint32_t generation = now->barrier_generation;
+    now->reads_too_early |= me().has_unseen;
     if (++now->num_at_barrier == now->num_threads - now->num_done) {
         now->num_at_barrier = 0;
         now->barrier_generation++;
@@ -217,6 +232,7 @@ inline void await_groups(size_t left) {
     std::vector<std::vector<Copy>> &groups = me().groups;
     while (groups.size() > left) {
         for (const Copy &copy : groups.front()) copy_now(copy);
+        me().has_unseen |= !groups.front().empty();
         groups.erase(groups.begin());
     }
 }
@@ -402,5 +418,7 @@ DEVICE void load_matrices(uint32_t (&r)[4], const void *row) {
 DEVICE void load_matrices_transposed(uint32_t (&r)[4], const void *row) {
     emulation::matrices(r, row, [](const uint16_t *const *rows, int g, int j) { return rows[j][g]; });
 }
+
+#include "warpgroups.h"
 
 #endif

@@ -13,6 +13,7 @@ static void run_fiber() {
     entry(entry_arguments);
     Fiber &fiber = me();
     if (!fiber.open.empty() || !fiber.groups.empty()) stop("ends with copies under way");
+    if (!fiber.open_products.empty() || !fiber.product_groups.empty()) stop("ends with products under way");
     fiber.is_done = true;
     now->num_done++;
     now->num_steps++;
@@ -56,7 +57,7 @@ static void run_warp(Block &block, int first) {
 static void run_block(Block &block, int order) {
     for (int t = 0; t < block.num_threads; t++) {
         Fiber &fiber = block.fibers[(size_t)t];
-        fiber.is_done = false;
+        fiber.is_done = fiber.has_unseen = fiber.may_multiply = false;
         uint32_t at = (uint32_t)t;
         fiber.index = {at % block.size.x, at / block.size.x % block.size.y, at / (block.size.x * block.size.y)};
         getcontext(&fiber.context);

@@ -13,13 +13,15 @@ from tracefp4.ops.device import comparing
 from tracefp4.ops.expert_layer import device as kernels
 from tracefp4.ops.expert_layer import expert_layer, refit
 from tracefp4.ops.expert_layer.routes import sort_pairs
+from tracefp4.ops.expert_layer.tilings import MOST, TILINGS, WIDE
 from tracefp4.ops.quantize import quantize
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-TILINGS = (*(tiling for _, tiling in kernels._TILINGS), kernels._MOST)
+HAS_WARPGROUPS = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+EVERY = (*(tiling for _, tiling in TILINGS), MOST, *((WIDE,) if HAS_WARPGROUPS else ()))
 CUDA = torch.device("cuda")
 
 
@@ -43,7 +45,7 @@ def test_checks_of_other_cases_pass(name):
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("tiling", EVERY, ids=str)
 @pytest.mark.parametrize("tokens", [1, 40, 700])
 def test_every_step_is_that_of_the_definition(name, tiling, tokens):
     given = moved(case(PRECISIONS[name], tokens=tokens, experts=8, hidden=672, inner=352), CUDA)
@@ -53,7 +55,7 @@ def test_every_step_is_that_of_the_definition(name, tiling, tokens):
 
 
 @pytest.mark.parametrize("scheme", [NVFP4_TENSOR_POW2, MXFP4_FLOOR], ids=lambda s: s.name)
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("tiling", EVERY, ids=str)
 def test_every_code_under_every_scale_is_exact(tiling, scheme):
     num_bytes = 128 if scheme is NVFP4_TENSOR_POW2 else 256
     codes = torch.arange(16, dtype=torch.uint8, device=CUDA).repeat(num_bytes, 4)
@@ -67,7 +69,9 @@ def test_every_code_under_every_scale_is_exact(tiling, scheme):
     routes = sort_pairs(torch.zeros(64, 1, dtype=torch.int64, device=CUDA), 1, 8 * tiling.token_tiles)
     y = torch.empty(64, num_bytes, dtype=torch.bfloat16, device=CUDA)
     identity = torch.eye(64, device=CUDA)
-    kernels._multiply("down", (identity.bfloat16(), routes, to_fragments(t)), tiling, (num_bytes, y))
+    in_steps = tiling.kind == "wide"
+    rows = kernels._round_rows(identity.bfloat16(), PRECISIONS["bf16"], "x", False, in_steps=in_steps)
+    kernels._multiply("down", (rows.operand, routes, to_fragments(t)), tiling, (num_bytes, y))
     wanted = (identity.double() @ dequantize(t)[0].double().T).float()
     is_number = ~wanted.isnan()
     assert torch.equal(y.float()[is_number], wanted[is_number]) and not y[~is_number].isfinite().any()

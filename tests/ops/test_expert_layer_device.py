@@ -12,14 +12,16 @@ from tracefp4.ops import nvrtc
 from tracefp4.ops.dequantize import dequantize
 from tracefp4.ops.expert_layer import device as kernels
 from tracefp4.ops.expert_layer import routes as routes_device
-from tracefp4.ops.expert_layer.device import Tiling, differences, refit_on_device, run_steps, tiling_of
+from tracefp4.ops.expert_layer.device import differences, refit_on_device, run_steps
 from tracefp4.ops.expert_layer.reference import round_rows
 from tracefp4.ops.expert_layer.routes import sort_pairs
+from tracefp4.ops.expert_layer.tilings import MOST, Tiling, tiling_of
 from tracefp4.ops.quantize import quantize
 
 ONE = Tiling("few", 1, 4, 2, 2)
 FOUR = Tiling("few", 4, 2, 2, 2)
 MANY = Tiling("many", 2, 4, 2, 3)
+WIDE = Tiling("wide", 8, 2, 4, 4)
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
 
@@ -34,8 +36,13 @@ def emulate(monkeypatch):
     return run_in
 
 
+def in_order(rows, tiling):
+    """Activations as the products of a tiling read them."""
+    return kernels._round_rows(rows, PRECISIONS["bf16"], "x", False, in_steps=tiling.kind == "wide").operand
+
+
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, FOUR, MANY], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, FOUR, MANY, WIDE], ids=str)
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_every_step_is_that_of_the_definition(emulate, tiling, tokens):
     given = case(PRECISIONS["nvfp4"], tokens=tokens, hidden=208, inner=48)
@@ -48,7 +55,7 @@ def test_every_step_is_that_of_the_definition(emulate, tiling, tokens):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE], ids=str)
 @pytest.mark.parametrize("name", ["mxfp4", "static", "bf16"])
 def test_other_schemes(emulate, name, tiling):
     wide = {"hidden": 320, "inner": 96} if name == "bf16" else {"hidden": 96, "inner": 64}
@@ -68,7 +75,7 @@ def test_more_shapes(emulate, name, tokens, top_k):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE], ids=str)
 def test_a_token_does_not_depend_on_the_others(emulate, tiling):
     given = case(PRECISIONS["nvfp4"], tokens=40, hidden=208, inner=48)
     together = run_steps(*operands(given), (tiling, False))
@@ -88,7 +95,7 @@ def test_tiles_of_any_number_of_tokens_give_the_same_bits(emulate, tilings):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE], ids=str)
 def test_damage_stays_where_it_is_and_shows(emulate, monkeypatch, tiling):
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what is never written does not look damaged by chance
     given = case(PRECISIONS["nvfp4"], tokens=6, hidden=208, inner=48)
@@ -105,7 +112,7 @@ def test_damage_stays_where_it_is_and_shows(emulate, monkeypatch, tiling):
 
 @needs_compiler
 @pytest.mark.parametrize("scheme", [NVFP4_TENSOR_POW2, MXFP4_FLOOR], ids=lambda s: s.name)
-@pytest.mark.parametrize("tiling", [ONE, MANY], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE], ids=str)
 def test_every_code_under_every_scale_is_exact(emulate, tiling, scheme):
     num_bytes = 128 if scheme is NVFP4_TENSOR_POW2 else 256
     codes = torch.arange(16, dtype=torch.uint8).repeat(num_bytes, 4)
@@ -120,7 +127,9 @@ def test_every_code_under_every_scale_is_exact(emulate, tiling, scheme):
     routes = sort_pairs(ids, 1, 8 * tiling.token_tiles)
     y = torch.empty(64, num_bytes, dtype=torch.bfloat16)
     fragments = to_fragments(t)
-    kernels._multiply("down", (torch.eye(64).bfloat16(), routes, fragments), tiling, (num_bytes, y))
+    kernels._multiply(
+        "down", (in_order(torch.eye(64).bfloat16(), tiling), routes, fragments), tiling, (num_bytes, y)
+    )
     wanted = torch.eye(64) @ dequantize(t)[0].T  # NaN in columns with Inf: 0 * Inf
     is_number = ~wanted.isnan()
     assert torch.equal(y.float()[is_number], wanted[is_number]) and is_number.double().mean() > 0.98
@@ -128,7 +137,7 @@ def test_every_code_under_every_scale_is_exact(emulate, tiling, scheme):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE], ids=str)
 def test_nothing_is_written_beyond_the_rows(emulate, tiling):
     w = to_fragments(quantize(torch.randn(1, 48, 64), scheme=NVFP4_TENSOR_POW2))
     routes = sort_pairs(torch.zeros(3, 1, dtype=torch.int64), 1, 8 * tiling.token_tiles)
@@ -173,7 +182,7 @@ def test_many_rows_are_rounded_as_few(emulate, name):
         x = (torch.randn(num_rows, width) * 2.0 ** torch.randint(-20, 20, (num_rows, 1))).bfloat16()
         wanted = round_rows(x, PRECISIONS[name], "x")
         for many in (False, True):
-            got = kernels._round_rows(x, PRECISIONS[name], "x", True, many)
+            got = kernels._round_rows(x, PRECISIONS[name], "x", True, many=many)
             assert torch.equal(got.values[:, :width].float(), wanted.values)
             assert not got.values[:, width:].any()
             for part in ("packed", "block_scales", "outer"):
@@ -227,7 +236,7 @@ def test_unaligned_and_strided_operands(emulate):
 @pytest.mark.slow
 def test_the_check_at_first_use_passes_and_sees_a_fault(emulate, monkeypatch):
     usual = kernels._USUAL
-    many = usual._replace(weight=MXFP4_FLOOR, activation=None, tiling=kernels._MOST, hidden=5, inner=1)
+    many = usual._replace(weight=MXFP4_FLOOR, activation=None, tiling=MOST, hidden=5, inner=1)
     for checked in (usual, many, NVFP4_TENSOR_POW2, MXFP4_FLOOR):
         assert differences(CPU, checked) is None
     monkeypatch.setattr(
@@ -241,8 +250,8 @@ kernels_round_rows = kernels.round_rows
 
 def test_the_tiling_follows_the_tokens_of_an_expert():
     of_expert = (1, 4, 8, 16, 28, 32, 40, 64)
-    assert [tiling_of(128 * n, 128).token_tiles for n in of_expert] == [1, 1, 2, 3, 4, 5, 6, 8]
-    assert tiling_of(1 << 16, 128).kind == "many"
+    assert [tiling_of(128 * n, 128, CPU).token_tiles for n in of_expert] == [1, 1, 2, 3, 4, 5, 6, 8]
+    assert tiling_of(1 << 16, 128, CPU).kind == "many"
 
 
 ARCHITECTURES = (
@@ -256,7 +265,8 @@ SCHEME = {"SCHEME": "16,0,0,0,0,0,0,2688,0,1,0", "DTYPE": 1}
 def test_the_files_compile_for(architecture, tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "cache_folder", lambda: tmp_path)
     tile = {"BLOCK": 16, "NT": 4, "MT": 8, "WARPS": 4, "STAGES": 3, "MIN_BLOCKS": 1}
-    variants = {"few": tile | {"MT": 1, "WARPS": 8}, "many": tile, "routes": {}, "rows": SCHEME}
+    wide = tile | {"NT": 2, "MT": 16, "WARPS": 8, "STAGES": 6}
+    variants = {"few": tile | {"MT": 1, "WARPS": 8}, "many": tile, "wide": wide, "routes": {}, "rows": SCHEME}
     for library in kernels.FILES:
         source = library.program.source
         built = nvrtc.build(source, defines=variants[source.stem], architecture=architecture)

@@ -6,8 +6,7 @@ largest value, which blocks over all of I share; rounding inside the down-projec
 of its blocks. With the rows' exponents known in advance (a static scheme) nothing changes but the search for the
 maximum.
 
-Products have two shapes: `few.cu` while an expert has few tokens and time goes to the weights' bytes, `many.cu` beyond.
-Which one runs, and how it is cut, depends on shapes alone; every sum runs in a fixed order.
+How the products are cut is said in `tilings.py`; every sum runs in a fixed order.
 """
 
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from tracefp4.ops.expert_layer.reference import (
     round_rows,
 )
 from tracefp4.ops.expert_layer.routes import LIST_THREADS, LISTS, Routes, sort_pairs, sorted_pairs
+from tracefp4.ops.expert_layer.tilings import FEWEST, Tiling, cut_of, fewest_groups, tiling_of
 from tracefp4.ops.kernels import DTYPE, first_difference
 from tracefp4.ops.rules import SchemeCase
 
@@ -47,45 +47,21 @@ _MAXIMA_PARTS = 32
 """Thread blocks that look for the maximum of one matrix."""
 
 
-class Tiling(NamedTuple):
-    """How the products are cut."""
-
-    kind: str
-    """`few` or `many`: the file."""
-    token_tiles: int
-    """Tiles of 8 tokens that a block multiplies with what it has read of the weights."""
-    row_tiles: int
-    """Tiles of 16 rows of a warp (even: half gate, half up)."""
-    warps: int
-    """Warps of a block, at most: over K in `few`, over rows in `many`."""
-    stages: int
-    """Groups of 64 columns under way at a time, at most."""
-    blocks: int = 1
-    """Thread blocks that a multiprocessor must have room for: it bounds the registers of a thread."""
-
-
-_TILINGS = (
-    (1, Tiling("few", 1, 4, 4, 2, 2)),
-    (5, Tiling("many", 1, 2, 4, 4, 4)),
-    (11, Tiling("many", 2, 4, 4, 3, 2)),
-    (18, Tiling("many", 3, 4, 4, 3, 2)),
-    (30, Tiling("many", 4, 4, 4, 3, 2)),
-    (36, Tiling("many", 5, 4, 4, 3, 2)),
-    (46, Tiling("many", 6, 4, 4, 3, 2)),
-)
-"""The fastest tiling on an H200 up to a mean number of tokens per expert in use. In `few` every block of 64 rows reads
-its tokens from the second-level cache; `many` shares them among 128 or 256 rows. One block for all tokens of an expert
-costs less than two that both expand its weights, so the bounds lie where few experts have more (Poisson)."""
-_MOST = Tiling("many", 8, 4, 4, 3)
-
-
 class Rows(NamedTuple):
     """Activations as products read them."""
 
-    values: Tensor
+    operand: Tensor
     """bfloat16 [N, K filled up to a multiple of 64]."""
     block_tensor: BlockTensor | None
     """Their bytes, if asked for."""
+    in_steps: bool
+    """Whether columns 16j + 2i and + 1 of a group of 64 lie at 8i + 2j and + 1: a product of wide.cu adds up sixteen
+    neighbouring columns of the operand at a time, and lane j's columns are those of four such steps."""
+
+    @property
+    def values(self) -> Tensor:
+        """The operand with its columns in order."""
+        return _pairs_transposed(self.operand, 8) if self.in_steps else self.operand
 
 
 class Steps(NamedTuple):
@@ -105,16 +81,9 @@ def expert_layer_on_device(
     x: Tensor, routing: Routing, experts: Experts, precision: LayerPrecision, with_codes: bool
 ) -> ExpertOutput:
     """Compute checked operands; see `expert_layer`."""
-    num_pairs, num_experts = routing.ids.numel(), experts.gate_up.shape[0]
-    tiling = tiling_of(num_pairs, num_experts)
+    tiling = tiling_of(routing.ids.numel(), experts.gate_up.shape[0], x.device)
     steps = run_steps(x, routing, experts, precision, (tiling, with_codes))
     return ExpertOutput(steps.y, steps.x.block_tensor, steps.w2.block_tensor)
-
-
-def tiling_of(num_pairs: int, num_experts: int) -> Tiling:
-    """Return how the products of so many pairs are cut."""
-    in_use = min(num_pairs, num_experts)
-    return next((tiling for most, tiling in _TILINGS if num_pairs <= most * in_use), _MOST)
 
 
 def run_steps(
@@ -130,12 +99,13 @@ def run_steps(
     num_tokens, top_k = ids.shape
     hidden, inner = experts.gate_up.width, experts.down.width
     routes = sort_pairs(ids, experts.gate_up.shape[0], 8 * tiling.token_tiles)
-    x_rows = _round_rows(x, precision, "x", with_codes)
+    is_wide = tiling.kind == "wide"
+    x_rows = _round_rows(x, precision, "x", with_codes, in_steps=is_wide)
     h = torch.empty((num_tokens * top_k, inner), dtype=torch.bfloat16, device=x.device)
-    _multiply("gate_up", (x_rows.values, routes, experts.gate_up), tiling, (inner, top_k, h))
-    w2_rows = _round_rows(h, precision, "w2", with_codes)
+    _multiply("gate_up", (x_rows.operand, routes, experts.gate_up), tiling, (inner, top_k, h))
+    w2_rows = _round_rows(h, precision, "w2", with_codes, in_steps=is_wide)
     y_of_pairs = torch.empty((num_tokens * top_k, hidden), dtype=torch.bfloat16, device=x.device)
-    _multiply("down", (w2_rows.values, routes, experts.down), tiling, (hidden, y_of_pairs))
+    _multiply("down", (w2_rows.operand, routes, experts.down), tiling, (hidden, y_of_pairs))
     y = torch.empty((num_tokens, hidden), dtype=torch.bfloat16, device=x.device)
     weights = routing.weights.detach().contiguous()
     LISTS.launch(
@@ -169,15 +139,9 @@ class Case(NamedTuple):
 
 def case_of(num_pairs: int, experts: Experts, activation: Scheme | None) -> Case:
     """Return the case of a layer for so many pairs."""
-    tiling = tiling_of(num_pairs, experts.gate_up.shape[0])
-    groups = (_fewest_groups(tiling, part.words.shape[2]) for part in experts)
+    tiling = tiling_of(num_pairs, experts.gate_up.shape[0], experts.gate_up.words.device)
+    groups = (fewest_groups(tiling, part.words.shape[2]) for part in experts)
     return Case(experts.down.scheme, activation, tiling, *groups)
-
-
-def _fewest_groups(tiling: Tiling, groups: int) -> int:
-    cut = _cut(tiling, groups)
-    around = (1 if tiling.kind == "many" else cut[0]) * cut[1] + 1
-    return next(n for n in range(min(around, groups), groups + 1) if _cut(tiling, n) == cut)
 
 
 def refit_on_device(weights: Tensor, fragments: WeightFragments) -> None:
@@ -200,13 +164,20 @@ def refit_on_device(weights: Tensor, fragments: WeightFragments) -> None:
 
 
 def _round_rows(
-    x: Tensor, precision: LayerPrecision, part: Part, with_codes: bool, many: bool | None = None
+    x: Tensor,
+    precision: LayerPrecision,
+    part: Part,
+    with_codes: bool,
+    *,
+    in_steps: bool = False,
+    many: bool | None = None,
 ) -> Rows:
     """Round rows; `many` overrules what their number asks for."""
     scheme, (num_rows, width) = precision.activation, x.shape
     padded = -(-width // GROUP) * GROUP
     if scheme is None:
-        return Rows(aligned(x.resolve_neg() if padded == width else pad(x, (0, padded - width))), None)
+        filled = x.resolve_neg() if padded == width else pad(x, (0, padded - width))
+        return Rows(_pairs_transposed(filled, 4) if in_steps else aligned(filled), None, in_steps)
     x, device = aligned(x.resolve_neg()), x.device
     exponent = precision.exponent_of(part)
     values = torch.empty((num_rows, padded), dtype=torch.bfloat16, device=device)
@@ -220,8 +191,14 @@ def _round_rows(
     threads = min(-(-width // (32 * scheme.block_size * held)) * 32, _ROW_THREADS)
     given = _OWN_EXPONENT if scheme.outer == "row" else exponent or 0
     launch = Launch(kernel, (num_rows,), threads, _rows_variant(scheme))
-    _ROWS.launch(launch, x, width, padded, given, values, *parts, device=device)
-    return Rows(values, block_tensor)
+    _ROWS.launch(launch, x, width, padded, int(in_steps), given, values, *parts, device=device)
+    return Rows(values, block_tensor, in_steps)
+
+
+def _pairs_transposed(rows: Tensor, height: int) -> Tensor:
+    """Take the 32 pairs of columns of every group as a matrix of that height, and transpose it."""
+    pairs = rows.reshape(rows.shape[0], rows.shape[1] // GROUP, height, 32 // height, 2)
+    return aligned(pairs.transpose(2, 3).reshape(rows.shape))
 
 
 def _empty_bytes(
@@ -244,16 +221,6 @@ def _rows_variant(scheme: Scheme) -> dict[str, int | str]:
     return SchemeCase(scheme, torch.bfloat16).defines
 
 
-def _cut(tiling: Tiling, groups: int) -> tuple[int, int]:
-    """Return the warps and stages of a product over so many groups of 64 columns."""
-    if tiling.kind == "many":
-        return tiling.warps, tiling.stages
-    # as many warps as have about the same number of groups
-    fitting = (n for n in (8, 4, 2, 1) if n <= tiling.warps and -(-groups // n) * n * 4 <= groups * 5)
-    warps = next(fitting)
-    return warps, min(tiling.stages, -(-groups // warps))
-
-
 def _multiply(
     product: str,
     operands: tuple[Tensor, Routes, WeightFragments],
@@ -265,11 +232,13 @@ def _multiply(
     groups = w.words.shape[2]
     tiles_of_rows = w.words.shape[1] // (2 if product == "gate_up" else 1)
     row_tiles = tiling.row_tiles // (2 if product == "gate_up" else 1)
-    (warps, stages), shared_bytes = _cut(tiling, groups), 0
-    if tiling.kind == "many":
+    (warps, stages), shared_bytes = cut_of(tiling, groups), 0
+    if tiling.kind != "few":
         row_tiles *= warps
         of_warp = tiling.row_tiles * (512 + 16 * GROUP // w.scheme.block_size)
-        shared_bytes = stages * (8 * tiling.token_tiles * (GROUP + 8) * 2 + warps * of_warp)
+        of_token = (GROUP + (8 if tiling.kind == "many" else 0)) * 2
+        shared_bytes = stages * (8 * tiling.token_tiles * of_token + warps * of_warp)
+        shared_bytes += 1024 if tiling.kind == "wide" else 0  # to begin at a multiple of that
     defines = {
         "BLOCK": w.scheme.block_size,
         "NT": tiling.row_tiles,
@@ -280,8 +249,9 @@ def _multiply(
     }
     grid = (-(-tiles_of_rows // row_tiles), routes.tiles.shape[0])
     launch = Launch(f"{product}_{tiling.kind}", grid, 32 * warps, defines, shared_bytes)
-    library = LIBRARY if tiling.kind == "few" else _MANY
-    library.launch(launch, w.words, w.scales, w.exponents, x, *routes, groups, *rest, device=x.device)
+    _PRODUCTS[tiling.kind].launch(
+        launch, w.words, w.scales, w.exponents, x, *routes, groups, *rest, device=x.device
+    )
 
 
 def differences(device: torch.device, case: Case | Scheme) -> str | None:
@@ -332,7 +302,7 @@ def _bytes_of_sites(
     parts: tuple[tuple[Part, Tensor, Rows], ...] = (("x", x, steps.x), ("w2", steps.h, steps.w2))
     for part, unrounded, rows in parts:
         rounded = round_rows(unrounded, precision, part)
-        many = _round_rows(unrounded, precision, part, False, many=True)
+        many = _round_rows(unrounded, precision, part, False, in_steps=rows.in_steps, many=True)
         yield f"values of {part} of many rows", many.values.to(torch.float32), rounded.values
         yield f"values of {part}", rows.values.to(torch.float32), rounded.values
         if rows.block_tensor is None or rounded.block_tensor is None:
@@ -358,9 +328,10 @@ def _far_from_reference(steps: Steps, routing: Routing, experts: Experts) -> str
     return None
 
 
-_USUAL = Case(NVFP4_TENSOR_POW2, NVFP4_ROW_POW2, _TILINGS[0][1], 2, 2)
+_USUAL = Case(NVFP4_TENSOR_POW2, NVFP4_ROW_POW2, FEWEST, 2, 2)
 LIBRARY: DeviceLibrary[Case | Scheme] = DeviceLibrary(_HERE / "few.cu", differences, _USUAL)
 """Products of experts with few tokens; its check runs the kernels of all files."""
-_MANY, _ROWS = (KernelFile(_HERE / name) for name in ("many.cu", "rows.cu"))
-FILES = (LIBRARY, _MANY, LISTS, _ROWS)
+_MANY, _WIDE_FILE, _ROWS = (KernelFile(_HERE / name) for name in ("many.cu", "wide.cu", "rows.cu"))
+_PRODUCTS: dict[str, KernelFile] = {"few": LIBRARY, "many": _MANY, "wide": _WIDE_FILE}
+FILES = (*_PRODUCTS.values(), LISTS, _ROWS)
 """All of them; a runner has to be given to each."""

@@ -23,8 +23,7 @@ struct target {
     int8_t *outer;
 };
 
-/* Eight values of a row, columns 8 e on. In steps, columns 16j + 4t + 2q and + 1 of a group lie
- * at 16t + 8q + 2j and + 1. */
+/* Eight values of a row, columns 8 e on. In steps, columns 16j + 2i and + 1 of a group lie at 8i + 2j and + 1. */
 DEVICE void store_eight(const struct target &target, int e, const uint4 &eight) {
     uint16_t *row = target.values + (int64_t)blockIdx.x * target.padded;
     if (!target.in_steps) {

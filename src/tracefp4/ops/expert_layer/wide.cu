@@ -1,0 +1,202 @@
+/* Products of experts with very many tokens each, on sm_90: as in many.cu, every warp has row tiles of its own and dequantizes
+ * them in registers, but four warps at a time multiply them asynchronously with the activations of 8 MT tokens in shared
+ * memory. While the matrix units work on a step of 16 columns, the warps make the operands of the next.
+ *
+ * Activations lie in the order in which steps add them up (rows.cu, in_steps), as a lane's columns are those of four steps.
+ *
+ * Defines: those of fragments.cuh; WARPS, a multiple of 4; MIN_BLOCKS; STAGES, at least 4. */
+
+#include "fragments.cuh"
+#include "warpgroups.cuh"
+
+enum {
+    TOKENS = 8 * MT,
+    STEPS = GROUP / 16,
+    ROW_BYTES = GROUP * 2,
+    TOKEN_BYTES = TOKENS * ROW_BYTES,              /* of a stage; a multiple of 1024 */
+    PIECES = TOKENS * (GROUP / 8),                 /* of 16 bytes: the activations of a group */
+    COPIES = (PIECES + WARPS * 32 - 1) / (WARPS * 32),
+    SCALE_COPIES = SCALES * 2 / 16,                /* of 16 bytes, per row tile and group */
+    WORD_BYTES = NT * 512,
+    WARP_BYTES = WORD_BYTES + NT * SCALES * 2,
+    STAGE_BYTES = TOKEN_BYTES + WARPS * WARP_BYTES,
+    AHEAD = STAGES - 2                             /* groups under way; the one before this is still being read */
+};
+
+/* What a thread copies in every group. */
+struct copies {
+    const uint16_t *x;
+    const uint4 *words;  /* of its lane */
+    const uint4 *scales; /* of its tile; a lane has 16 bytes of one tile, or nothing */
+    int row[COPIES];     /* of x; -1 for tokens that are not there */
+    int start[NT];       /* groups before those of every row tile */
+    int scale_start;
+};
+
+DEVICE struct copies find_copies(const uint16_t *x, const struct routes &routes, const struct tile &tile,
+                                 int pairs_per_row) {
+    struct copies copies;
+    copies.x = x;
+#pragma unroll
+    for (int c = 0; c < COPIES; c++) {
+        int token = ((int)threadIdx.x + c * WARPS * WARP) / (GROUP / 8);
+        copies.row[c] = token < tile.count ? routes.order[tile.first + token] / pairs_per_row : -1;
+    }
+    return copies;
+}
+
+DEVICE void find_weights(struct copies &copies, const uint4 *words, const uint16_t *scales, int expert, int parts,
+                         int part_rows, int first, int groups) {
+    int lane = (int)threadIdx.x % WARP;
+    copies.words = words + lane;
+    copies.scales = reinterpret_cast<const uint4 *>(scales) + lane % SCALE_COPIES;
+#pragma unroll
+    for (int i = 0; i < NT; i++) copies.start[i] = first_group(i, expert, parts, part_rows, first, groups);
+    copies.scale_start = first_group(lane / SCALE_COPIES % NT, expert, parts, part_rows, first, groups);
+}
+
+/* The stages' activations, and behind them all the weights of all warps. */
+DEVICE unsigned char *own_weights(unsigned char *shared, int group) {
+    int warp = (int)threadIdx.x / WARP;
+    return shared + STAGES * TOKEN_BYTES + (group % STAGES * WARPS + warp) * WARP_BYTES;
+}
+
+/* Begin to copy a group to its stage, and end a group of copies in any case. */
+DEVICE void copy_group(unsigned char *shared, const struct copies &copies, int group, int groups) {
+    int lane = (int)threadIdx.x % WARP;
+    unsigned char *tokens = shared + group % STAGES * TOKEN_BYTES, *own = own_weights(shared, group);
+    if (group < groups) {
+#pragma unroll
+        for (int i = 0; i < NT; i++)
+            copy_async(own + i * 512 + lane * 16, copies.words + (int64_t)(copies.start[i] + group) * WARP, 1);
+        if (lane < NT * SCALE_COPIES)
+            copy_async(own + WORD_BYTES + lane * 16,
+                       copies.scales + (int64_t)(copies.scale_start + group) * SCALE_COPIES, 1);
+#pragma unroll
+        for (int c = 0; c < COPIES; c++) {
+            int q = (int)threadIdx.x + c * WARPS * WARP, token = q / (GROUP / 8), piece = q % (GROUP / 8);
+            int64_t from = ((int64_t)most(copies.row[c], 0) * groups + group) * GROUP + 8 * piece;
+            if (q < PIECES)
+                copy_async(tokens + token * ROW_BYTES + 16 * (piece ^ token % 8), copies.x + from, copies.row[c] >= 0);
+        }
+    }
+    commit_copies();
+}
+
+DEVICE struct weights own_group(const unsigned char *own) {
+    int lane = (int)threadIdx.x % WARP;
+    struct weights weights;
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+        weights.words[i] = reinterpret_cast<const uint4 *>(own)[i * WARP + lane];
+        weights.scales[i] = reinterpret_cast<const uint16_t *>(own + WORD_BYTES)[i * SCALES + scale_of_lane()];
+    }
+    return weights;
+}
+
+DEVICE void multiply_tile(float (&sum)[NT][MT][4], unsigned char *shared, const struct copies &copies, int groups) {
+    uint32_t a[2][NT][4]; /* of this step and of the one before */
+    clear(sum);
+    for (int group = 0; group < AHEAD; group++) copy_group(shared, copies, group, groups);
+#pragma unroll 1
+    for (int group = 0; group < groups; group++) {
+        await_copies<AHEAD - 1>();
+        show_copies();
+        __syncthreads(); /* this group is there for all, and nobody reads the stage of the one before the last */
+        copy_group(shared, copies, group + AHEAD, groups);
+        struct weights weights = own_group(own_weights(shared, group));
+        uint64_t tokens = rows_of_64(shared_address(shared + group % STAGES * TOKEN_BYTES));
+        uint32_t scale[NT][2];
+#pragma unroll
+        for (int i = 0; i < NT; i++) {
+            scale[i][0] = scale_pair(weights.scales[i] & 0xFF);
+            scale[i][1] = scale_pair(weights.scales[i] >> 8);
+        }
+#pragma unroll
+        for (int t = 0; t < STEPS; t++) {
+            await_products<1>(); /* of the step before the last, whose operands are overwritten */
+#pragma unroll
+            for (int i = 0; i < NT; i++) {
+                const uint32_t word[STEPS] = {weights.words[i].x, weights.words[i].y, weights.words[i].z, weights.words[i].w};
+                expand(word[t], scale[i], a[t % 2][i]);
+            }
+            begin_products();
+#pragma unroll
+            for (int i = 0; i < NT; i++) multiply_async(sum[i], a[t % 2][i], tokens + 2 * t);
+            commit_products();
+        }
+    }
+    await_products<0>();
+    await_copies<0>();
+#pragma unroll
+    for (int i = 0; i < NT; i++)
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) settle(sum[i][m][c]);
+}
+
+/* Store two rows, g and g + 8 of a row tile, for two tokens each, as the lane holds them: in each half of the tile, a
+ * transposition over the warp gives every lane two neighbouring rows of one token. */
+DEVICE void store_tile(const float (&value)[4], const struct routes &routes, const struct tile &tile, int m, int row,
+                       int width, uint16_t *out) {
+    int lane = (int)threadIdx.x % WARP, token = 8 * m + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t both = transpose_8x8(bf16x2_of(value[2 * half], value[2 * half + 1]));
+        if (token >= tile.count || row >= width) continue;
+        int64_t pair = routes.order[tile.first + token];
+        *reinterpret_cast<uint32_t *>(out + pair * width + row + 8 * half + 2 * (lane % 4)) = both;
+    }
+}
+
+/* The shared memory from the first multiple of 1024 on. */
+DEVICE unsigned char *from_1024(unsigned char *shared) { return shared + (0u - shared_address(shared)) % 1024; }
+
+/* As gate_up_few. */
+KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) gate_up_wide(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
+                                                  const uint16_t *x, const int *order, const int *offsets,
+                                                  const int *tiles, int groups, int width, int top_k, uint16_t *h) {
+    await_earlier();
+    DYNAMIC_SHARED(unsigned char, shared);
+    struct routes routes = {order, offsets, tiles};
+    struct tile tile = read_tile(routes, (int)blockIdx.y);
+    if (tile.expert < 0) return;
+    int first = ((int)blockIdx.x * WARPS + (int)threadIdx.x / WARP) * (NT / 2);
+    float sum[NT][MT][4], factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
+    struct copies copies = find_copies(x, routes, tile, top_k);
+    find_weights(copies, words, scales, tile.expert, 2, width, first, groups);
+    multiply_tile(sum, from_1024(shared), copies, groups);
+#pragma unroll
+    for (int i = 0; i < NT / 2; i++)
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+            float value[4];
+            for (int c = 0; c < 4; c++) value[c] = swiglu(sum[i][m][c] * factor, sum[NT / 2 + i][m][c] * factor);
+            store_tile(value, routes, tile, m, (first + i) * TILE_ROWS, width, h);
+        }
+}
+
+/* As down_few. */
+KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) down_wide(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
+                                               const uint16_t *h, const int *order, const int *offsets,
+                                               const int *tiles, int groups, int width, uint16_t *y) {
+    await_earlier();
+    DYNAMIC_SHARED(unsigned char, shared);
+    struct routes routes = {order, offsets, tiles};
+    struct tile tile = read_tile(routes, (int)blockIdx.y);
+    if (tile.expert < 0) return;
+    int first = ((int)blockIdx.x * WARPS + (int)threadIdx.x / WARP) * NT;
+    float sum[NT][MT][4], factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
+    struct copies copies = find_copies(h, routes, tile, 1);
+    find_weights(copies, words, scales, tile.expert, 1, width, first, groups);
+    multiply_tile(sum, from_1024(shared), copies, groups);
+#pragma unroll
+    for (int i = 0; i < NT; i++)
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+            float value[4];
+            for (int c = 0; c < 4; c++) value[c] = sum[i][m][c] * factor;
+            store_tile(value, routes, tile, m, (first + i) * TILE_ROWS, width, y);
+        }
+}
