@@ -379,6 +379,7 @@ DEVICE uint32_t f16x2_of_e4m3x2(uint32_t bytes) {
 DEVICE uint32_t f16x2_of_upper_e4m3x2(uint32_t word) { return f16x2_of_e4m3x2(word >> 16); }
 DEVICE uint32_t twice_low(uint32_t two) { return (two & 0xFFFF) | two << 16; }
 DEVICE uint32_t twice_high(uint32_t two) { return (two & 0xFFFF0000u) | two >> 16; }
+DEVICE uint32_t chosen_bits(uint32_t mask, uint32_t a, uint32_t b) { return (a & mask) | (b & ~mask); }
 DEVICE uint32_t f16x2_of(float low, float high) {
     return emulation::half_of_float(low) | emulation::half_of_float(high) << 16;
 }

@@ -37,7 +37,7 @@ def test_there_and_back_changes_no_byte(kind, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_a_word_is_the_fragment_of_its_lane(head_dim):
     # Codes of a half word, by the bits that hold sign and magnitude from the highest on.
-    bits_of_code = ((0, 6, 5, 4), (7, 3, 2, 1), (8, 14, 13, 12), (15, 11, 10, 9))
+    bits_of_code = ((6, 2, 1, 0), (7, 5, 4, 3), (14, 10, 9, 8), (15, 13, 12, 11))
     # Fragments as in the PTX manual, element by element: a0 rows g, a1 rows g + 8, a2 and a3 the same 8 columns later.
     pages = random_pages(heads=1, frames=1, page_size=16, head_dim=head_dim)
     codes, scales = pages.codes()[0, 0], pages.block_scales[0, 0]

@@ -99,8 +99,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="cache_scales_of_the_other_token",
         fault="Keys of tokens g and g + 8 change their scales.",
         path=_PAGES,
-        old="of_g = __byte_perm(two, two, 0x1010), of_g_8 = __byte_perm(two, two, 0x3232)",
-        new="of_g = __byte_perm(two, two, 0x3232), of_g_8 = __byte_perm(two, two, 0x1010)",
+        old="of_g = twice_low(two), of_g_8 = twice_high(two)",
+        new="of_g = twice_high(two), of_g_8 = twice_low(two)",
         tests=(_DECODING,),
     ),
     Mutation(

@@ -9,10 +9,10 @@ one token:
     V codes   (((b / 4 * 32 + c * 4 + t % 8 / 2) * 4 + b % 4) * 2 + t % 2) * 2 + t / 8
     K scales  (t % 8 * G + b) * 2 + t / 8
     V scales  (t % 8 / 2 * G + b) * 4 + t / 8 * 2 + t % 2
-    codes of a byte, l the one in the low nibble and h the other: bits 7..0 are h3 l2 l1 l0 h2 h1 h0 l3
+    codes of a byte, l the one in the low nibble and h the other: bits 7..0 are h3 l3 h2 h1 h0 l2 l1 l0
 
-The bits of h lie as fp16 numbers have them (sign, then four bits further the rest), so that eight codes become operands
-in eleven instructions instead of fifteen.
+The bits of l lie as fp16 numbers have them (sign, then four bits further the rest), and those of h but for two places that
+the others are moved by, so that eight codes become operands in nine instructions instead of fifteen.
 A token is appended by whole bytes, and a page takes as many bytes as before. Lane l = 4 g + j finds in word
 (b / 4 * 32 + l) * 4 + b % 4 of K the codes of tokens g and g + 8 at columns 2j, 2j + 8 (low half) and one further
 (high half); of V those of tokens 2j, 2j + 8 (low half) and one further (high half) at columns g and g + 8. Records
@@ -142,12 +142,12 @@ def paired(packed: Tensor) -> Tensor:
     """
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     halves = pack_halves(codes, block_size=BLOCK_SIZE).packed
-    return halves & 0x80 | halves << 4 & 0x70 | halves >> 3 & 0x0F
+    return halves & 0x87 | halves << 3 & 0x40 | halves >> 1 & 0x38
 
 
 def _together(packed: Tensor) -> Tensor:
     """Put the bits of every byte back: code c in the low nibble, code c + 8 in the high one."""
-    return packed & 0x80 | packed << 3 & 0x78 | packed >> 4 & 0x07
+    return packed & 0x87 | packed >> 3 & 0x08 | packed << 1 & 0x70
 
 
 @lru_cache(maxsize=32)

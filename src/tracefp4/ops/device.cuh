@@ -106,6 +106,13 @@ DEVICE uint32_t f16x2_of_upper_e4m3x2(uint32_t word) {
     return r;
 }
 
+/* The bits of a where the mask has ones and those of b elsewhere, in one instruction whatever is done with them. */
+DEVICE uint32_t chosen_bits(uint32_t mask, uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
+    return r;
+}
+
 /* The low or the high half of a word, twice: a choice that the instructions for two fp16 make by themselves. */
 DEVICE uint32_t twice_low(uint32_t two) {
     uint32_t r;

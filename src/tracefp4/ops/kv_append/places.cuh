@@ -26,7 +26,7 @@ DEVICE struct block_of_rows place_of(int64_t i, int num_heads, int num_blocks) {
 }
 
 /* The bits of four bytes of two codes in their places; the definition is formats/fragments.py. */
-DEVICE uint32_t spread(uint32_t four) { return (four & 0x80808080) | (four << 4 & 0x70707070) | (four >> 3 & 0x0F0F0F0F); }
+DEVICE uint32_t spread(uint32_t four) { return (four & 0x87878787) | (four << 3 & 0x40404040) | (four >> 1 & 0x38383838); }
 
 /* Write a block of one head at a slot, if it has one: codes 0..7 in x, 8..15 in y, the first in the lowest bits. */
 DEVICE void put_block(const struct pages &pages, int head, int64_t slot, int block, uint2 codes, uint32_t scale) {

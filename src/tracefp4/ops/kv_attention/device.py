@@ -274,7 +274,7 @@ def sample_pages(
         return BlockTensor(packed=codes, block_scales=scales, outer=outer, scheme=NVFP4_KV)
 
     keys, values = to_fragments(drawn(-1), "k"), to_fragments(drawn(-3), "v")
-    without_signs = replace(values, packed=values.packed & 0x7E)  # signs are the outer bits
+    without_signs = replace(values, packed=values.packed & 0x3F)  # signs are the upper bits
     return LayerPages(keys=keys, values=values), LayerPages(keys=keys, values=without_signs)
 
 

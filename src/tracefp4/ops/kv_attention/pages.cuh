@@ -64,14 +64,15 @@ DEVICE void copy_tile(uint8_t *to, const struct pages &pages, uint32_t tile, int
                    pages.scales + (uint64_t)tile * SCALE_BYTES, 1);
 }
 
-/* Code n of both halves as two fp16, times 2^-14. Bits of a half from the highest: s3 m2 m2 m2 m3 m3 m3 s2, and the same of
- * codes 1 and 0: 3 and 1 are in their places but for a shift, of 2 and 0 sign and magnitude are moved apart. */
-DEVICE uint32_t code_pair(uint32_t word, int n) {
-    const uint32_t SIGN = 0x80008000u, MAGNITUDE = 0x0E000E00u;
-    if (n == 3) return word & (SIGN | MAGNITUDE);
-    if (n == 1) return word << 8 & (SIGN | MAGNITUDE);
-    if (n == 2) return (word << 7 & SIGN) | (word >> 3 & MAGNITUDE);
-    return (word << 15 & SIGN) | (word << 5 & MAGNITUDE);
+/* The codes of both halves of a word as pairs of fp16, times 2^-14. Bits of a byte from the highest: h3 l3 h2 h1 h0 l2 l1 l0.
+ * Those of l are in their places but for a shift; those of h too, when the last three are moved by two. */
+struct codes {
+    uint32_t low[2], high[2]; /* l and h of the lower byte of a half, and of the upper */
+};
+DEVICE struct codes codes_of(uint32_t word) {
+    const uint32_t ALL = 0x8E008E00u;
+    uint32_t moved = chosen_bits(0x0E0E0E0Eu, word >> 2, word);
+    return {{word << 9 & ALL, moved << 8 & ALL}, {word << 1 & ALL, moved & ALL}};
 }
 
 DEVICE uint32_t word_of(uint4 four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
@@ -80,22 +81,22 @@ DEVICE uint32_t word_of(uint4 four, int i) { return i == 0 ? four.x : i == 1 ? f
 template <class Use> DEVICE void for_keys(const uint8_t *part, int lane, Use use) {
     uint32_t a[4];
     if (IS_FP4) {
-        const uint4 *codes = reinterpret_cast<const uint4 *>(part);
+        const uint4 *words = reinterpret_cast<const uint4 *>(part);
         const uint2 *scales = reinterpret_cast<const uint2 *>(part + CODE_BYTES + lane / 4 * (2 * BLOCKS));
 #pragma unroll
         for (int u = 0; u < BLOCKS / 4; u++) {
-            uint4 four = codes[u * WARP + lane];
+            uint4 four = words[u * WARP + lane];
             uint2 bytes = scales[u];
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                uint32_t word = word_of(four, c);
+                struct codes codes = codes_of(word_of(four, c));
                 uint32_t pairs = c < 2 ? bytes.x : bytes.y;
                 uint32_t two = c % 2 ? f16x2_of_upper_e4m3x2(pairs) : f16x2_of_e4m3x2(pairs);
                 uint32_t of_g = twice_low(two), of_g_8 = twice_high(two);
-                a[0] = mul_f16x2(code_pair(word, 0), of_g);
-                a[1] = mul_f16x2(code_pair(word, 2), of_g_8);
-                a[2] = mul_f16x2(code_pair(word, 1), of_g);
-                a[3] = mul_f16x2(code_pair(word, 3), of_g_8);
+                a[0] = mul_f16x2(codes.low[0], of_g);
+                a[1] = mul_f16x2(codes.high[0], of_g_8);
+                a[2] = mul_f16x2(codes.low[1], of_g);
+                a[3] = mul_f16x2(codes.high[1], of_g_8);
                 use(4 * u + c, a);
             }
         }
@@ -113,19 +114,20 @@ template <class Use> DEVICE void for_keys(const uint8_t *part, int lane, Use use
 template <class Use> DEVICE void for_values(const uint8_t *part, int lane, Use use) {
     uint32_t a[4];
     if (IS_FP4) {
-        const uint4 *codes = reinterpret_cast<const uint4 *>(part);
+        const uint4 *words = reinterpret_cast<const uint4 *>(part);
         const uint4 *scales = reinterpret_cast<const uint4 *>(part + CODE_BYTES + lane % 4 * (4 * BLOCKS));
 #pragma unroll
         for (int u = 0; u < BLOCKS / 4; u++) {
-            uint4 four = codes[u * WARP + lane], bytes = scales[u];
+            uint4 four = words[u * WARP + lane], bytes = scales[u];
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                uint32_t word = word_of(four, c), scale = word_of(bytes, c);
+                struct codes codes = codes_of(word_of(four, c));
+                uint32_t scale = word_of(bytes, c);
                 uint32_t first = f16x2_of_e4m3x2(scale), second = f16x2_of_upper_e4m3x2(scale);
-                a[0] = mul_f16x2(code_pair(word, 0), first);
-                a[1] = mul_f16x2(code_pair(word, 1), first);
-                a[2] = mul_f16x2(code_pair(word, 2), second);
-                a[3] = mul_f16x2(code_pair(word, 3), second);
+                a[0] = mul_f16x2(codes.low[0], first);
+                a[1] = mul_f16x2(codes.low[1], first);
+                a[2] = mul_f16x2(codes.high[0], second);
+                a[3] = mul_f16x2(codes.high[1], second);
                 use(4 * u + c, a);
             }
         }
