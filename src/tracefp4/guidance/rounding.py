@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tracefp4.errors import ConfigError, RecordError
-from tracefp4.formats.saturation import saturation
 from tracefp4.formats.scheme import Scheme
 from tracefp4.guidance.counters import Reference, RoutingCounts, SiteCounts, compare
 from tracefp4.guidance.noise import measure_noise
@@ -21,6 +20,7 @@ from tracefp4.guidance.record import Site
 from tracefp4.guidance.replay import ReplayBatch
 from tracefp4.guidance.session import current
 from tracefp4.ops.guided_quantize import Rounded, guided_quantize
+from tracefp4.ops.saturation import saturation
 
 
 def round_site(

@@ -40,6 +40,7 @@ IMPLEMENTED: dict[str, tuple[Backend, ...]] = {
     "dequantize": (Backend.CUDA, Backend.COMPILED, Backend.REFERENCE),
     "guided_quantize": (Backend.CUDA, Backend.COMPILED, Backend.REFERENCE),
     "syndromes": (Backend.CUDA, Backend.COMPILED, Backend.REFERENCE),
+    "saturation": (Backend.CUDA, Backend.REFERENCE),
     "grouped_matmul": (Backend.REFERENCE,),
     "expert_layer": (Backend.CUDA, Backend.REFERENCE),
     "kv_append": (Backend.CUDA, Backend.REFERENCE),
