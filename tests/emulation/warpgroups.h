@@ -64,6 +64,14 @@ template <int tiles> DEVICE void multiply_async(float (&c)[tiles][4], const uint
     Product product = {&c[0][0], a, b, tiles, {a[0], a[1], a[2], a[3]}, read_rows(b, 8 * tiles)};
     me().open_products.push_back(std::move(product));
 }
+DEVICE void store_matrices_transposed(void *row, const uint32_t (&r)[4]) {
+    using namespace emulation;
+    if (reinterpret_cast<uintptr_t>(row) % 16) stop("writes a matrix row that is not aligned");
+    uint32_t(*all)[WORDS] = meet(r, 4, 0xFFFFFFFFu);
+    int matrix = lane() / 8, column = lane() % 8;
+    uint16_t *to = static_cast<uint16_t *>(row);
+    for (int n = 0; n < 8; n++) to[n] = (uint16_t)(all[4 * n + column / 2][matrix] >> 16 * (column % 2));
+}
 DEVICE void begin_products() { emulation::me().may_multiply = true; }
 DEVICE void show_copies() { emulation::me().has_unseen = false; }
 DEVICE void commit_products() {

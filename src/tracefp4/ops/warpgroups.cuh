@@ -17,6 +17,18 @@ INLINE uint64_t rows_of_64(uint32_t address) {
 /* Where something lies in shared memory. */
 DEVICE uint32_t shared_address(const void *shared) { return (uint32_t)__cvta_generic_to_shared(shared); }
 
+/* Store four 8 x 8 matrices of 16-bit values, held as load_matrices gives them, transposed: lane l brings the address of row
+ * l % 8 of matrix l / 8, 16 bytes and aligned. */
+DEVICE void store_matrices_transposed(void *row, const uint32_t (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+#else
+    stop_here();
+#endif
+}
+
 /* Asynchronous products of four warps, on sm_90 alone: c += A B, where each warp has 16 rows of A in registers, as mma_bf16
  * takes them, and B is 16 columns of rows_of_64, eight rows for each four sums. Neither a and c nor B may be touched before
  * the group of products was awaited. */

@@ -19,9 +19,11 @@ enum {
     SCALE_COPIES = SCALES * 2 / 16,                /* of 16 bytes, per row tile and group */
     WORD_BYTES = NT * 512,
     WARP_BYTES = WORD_BYTES + NT * SCALES * 2,
-    STAGE_BYTES = TOKEN_BYTES + WARPS * WARP_BYTES,
-    AHEAD = STAGES - 2                             /* groups under way; the one before this is still being read */
+    AHEAD = STAGES - 2,                            /* groups under way; the one before this is still being read */
+    PART = MT < 8 ? MT : 8,                        /* tiles of tokens that a warp stores at once */
+    STORE_STRIDE = 48                              /* bytes: eight rows of 16 bytes meet all banks */
 };
+static_assert(8 * PART * STORE_STRIDE <= STAGES * WARP_BYTES, "results of a warp take the place of its weights");
 
 /* What a thread copies in every group. */
 struct copies {
@@ -55,10 +57,10 @@ DEVICE void find_weights(struct copies &copies, const uint4 *words, const uint16
     copies.scale_start = first_group(lane / SCALE_COPIES % NT, expert, parts, part_rows, first, groups);
 }
 
-/* The stages' activations, and behind them all the weights of all warps. */
+/* The stages' activations, and behind them all the stages of each warp's weights. */
 DEVICE unsigned char *own_weights(unsigned char *shared, int group) {
     int warp = (int)threadIdx.x / WARP;
-    return shared + STAGES * TOKEN_BYTES + (group % STAGES * WARPS + warp) * WARP_BYTES;
+    return shared + STAGES * TOKEN_BYTES + (warp * STAGES + group % STAGES) * WARP_BYTES;
 }
 
 /* Begin to copy a group to its stage, and end a group of copies in any case. */
@@ -136,17 +138,33 @@ DEVICE void multiply_tile(float (&sum)[NT][MT][4], unsigned char *shared, const 
             for (int c = 0; c < 4; c++) settle(sum[i][m][c]);
 }
 
-/* Store two rows, g and g + 8 of a row tile, for two tokens each, as the lane holds them: in each half of the tile, a
- * transposition over the warp gives every lane two neighbouring rows of one token. */
-DEVICE void store_tile(const float (&value)[4], const struct routes &routes, const struct tile &tile, int m, int row,
-                       int width, uint16_t *out) {
-    int lane = (int)threadIdx.x % WARP, token = 8 * m + lane / 4;
+/* Store a row tile; value(m, c) is sum c of tile m of tokens. `own` is where the warp's weights were. */
+template <class Value>
+DEVICE void store_tile(unsigned char *own, const struct routes &routes, const struct tile &tile, int row, int width,
+                       uint16_t *out, Value value) {
+    int lane = (int)threadIdx.x % WARP;
+    if (row >= width) return;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        uint32_t both = transpose_8x8(bf16x2_of(value[2 * half], value[2 * half + 1]));
-        if (token >= tile.count || row >= width) continue;
-        int64_t pair = routes.order[tile.first + token];
-        *reinterpret_cast<uint32_t *>(out + pair * width + row + 8 * half + 2 * (lane % 4)) = both;
+    for (int from = 0; from < MT; from += PART) {
+        __syncwarp(); /* weights, or the part before, have been read */
+#pragma unroll
+        for (int m = 0; m < PART; m += 2) {
+            uint32_t halves[4]; /* rows 0 .. 7 and 8 .. 15 of two tiles */
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                halves[i] = bf16x2_of(value(from + m + i / 2, i % 2 * 2), value(from + m + i / 2, i % 2 * 2 + 1));
+            int token = 8 * (m + lane / 16) + lane % 8;
+            store_matrices_transposed(own + token * STORE_STRIDE + lane / 8 % 2 * 16, halves);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int p = lane; p < 16 * PART; p += WARP) {
+            int token = 8 * from + p / 2;
+            if (token >= tile.count) continue;
+            uint4 eight = *reinterpret_cast<const uint4 *>(own + p / 2 * STORE_STRIDE + p % 2 * 16);
+            int64_t pair = routes.order[tile.first + token];
+            *reinterpret_cast<uint4 *>(out + pair * width + row + p % 2 * 8) = eight;
+        }
     }
 }
 
@@ -166,15 +184,13 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) gate_up_wide(const uint4 *words
     float sum[NT][MT][4], factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
     struct copies copies = find_copies(x, routes, tile, top_k);
     find_weights(copies, words, scales, tile.expert, 2, width, first, groups);
-    multiply_tile(sum, from_1024(shared), copies, groups);
+    shared = from_1024(shared);
+    multiply_tile(sum, shared, copies, groups);
 #pragma unroll
     for (int i = 0; i < NT / 2; i++)
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-            float value[4];
-            for (int c = 0; c < 4; c++) value[c] = swiglu(sum[i][m][c] * factor, sum[NT / 2 + i][m][c] * factor);
-            store_tile(value, routes, tile, m, (first + i) * TILE_ROWS, width, h);
-        }
+        store_tile(own_weights(shared, 0), routes, tile, (first + i) * TILE_ROWS, width, h, [&](int m, int c) {
+            return swiglu(sum[i][m][c] * factor, sum[NT / 2 + i][m][c] * factor);
+        });
 }
 
 /* As down_few. */
@@ -190,13 +206,10 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) down_wide(const uint4 *words, c
     float sum[NT][MT][4], factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
     struct copies copies = find_copies(h, routes, tile, 1);
     find_weights(copies, words, scales, tile.expert, 1, width, first, groups);
-    multiply_tile(sum, from_1024(shared), copies, groups);
+    shared = from_1024(shared);
+    multiply_tile(sum, shared, copies, groups);
 #pragma unroll
     for (int i = 0; i < NT; i++)
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-            float value[4];
-            for (int c = 0; c < 4; c++) value[c] = sum[i][m][c] * factor;
-            store_tile(value, routes, tile, m, (first + i) * TILE_ROWS, width, y);
-        }
+        store_tile(own_weights(shared, 0), routes, tile, (first + i) * TILE_ROWS, width, y,
+                   [&](int m, int c) { return sum[i][m][c] * factor; });
 }
