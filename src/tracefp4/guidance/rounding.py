@@ -137,8 +137,7 @@ def _ends(
     rows_per_place = x.shape[0] // max(1, batch.num_places)
     found = saturation(
         x,
-        rounded.block_scales,
-        rounded.outer,
+        (rounded.block_scales, rounded.outer),
         scheme,
         is_recorded=looks_at_all,
         rows=batch.real[:, None].expand(-1, rows_per_place).reshape(-1),

@@ -19,8 +19,7 @@ _COUNT = {Backend.CUDA: saturation_on_device, Backend.REFERENCE: saturation_refe
 
 def saturation(
     x: Tensor,
-    block_scales: Tensor,
-    outer: Tensor,
+    scales: tuple[Tensor, Tensor],
     scheme: Scheme,
     *,
     is_recorded: bool = False,
@@ -31,8 +30,8 @@ def saturation(
 
     Args:
         x: Float [N, K], what was rounded.
-        block_scales: uint8 [N, K / block size], the scale bytes used.
-        outer: The outer scale used, as the scheme stores it: one per row, or one.
+        scales: Those used: scale bytes, uint8 [N, K / block size], and the outer scale as the scheme stores it, one
+            per row or one.
         scheme: The rules.
         is_recorded: True where the scales came from somewhere else than x.
         rows: bool [N], False where nothing is counted; None counts everywhere.
@@ -45,4 +44,4 @@ def saturation(
         BackendError: The backend cannot run here.
     """
     chosen = choose("saturation", x.device, backend, Case(case_of(x, scheme), is_recorded))
-    return _COUNT[chosen](x, block_scales, outer, scheme, is_recorded, rows)
+    return _COUNT[chosen](x, *scales, scheme, is_recorded, rows)
