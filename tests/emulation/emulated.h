@@ -401,6 +401,8 @@ DEVICE uint32_t transpose_8x8(uint32_t x) {
 DEVICE float exp2_fast(float x) { return std::exp2(x); }
 static inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
 DEVICE float reciprocal_fast(float x) { return 1.0f / x; }
+typedef uint8_t *shared_place;
+DEVICE shared_place place_in_shared(uint8_t *shared) { return shared; }
 DEVICE void copy_async(void *shared, const void *global, int is_there) {
     if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16)
         emulation::stop("copies 16 bytes that are not aligned");

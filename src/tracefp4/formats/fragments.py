@@ -11,8 +11,8 @@ one token:
     V scales  (t % 8 / 2 * G + b) * 4 + t / 8 * 2 + t % 2
     codes of a byte, l the one in the low nibble and h the other: bits 7..0 are h3 l3 h2 h1 h0 l2 l1 l0
 
-The bits of l lie as fp16 numbers have them (sign, then four bits further the rest), and those of h but for two places that
-the others are moved by, so that eight codes become operands in nine instructions instead of fifteen.
+The bits of l lie as fp16 numbers have them (sign, then four bits further the rest), and those of h but for two places
+that its last three are moved by; so eight codes become operands in nine instructions instead of fifteen.
 A token is appended by whole bytes, and a page takes as many bytes as before. Lane l = 4 g + j finds in word
 (b / 4 * 32 + l) * 4 + b % 4 of K the codes of tokens g and g + 8 at columns 2j, 2j + 8 (low half) and one further
 (high half); of V those of tokens 2j, 2j + 8 (low half) and one further (high half) at columns g and g + 8. Records

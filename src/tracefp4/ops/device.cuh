@@ -169,10 +169,17 @@ DEVICE float exp2_fast(float x) {
     return r;
 }
 
+/* A place in shared memory as instructions name it: sums with constants cost nothing there. */
+typedef uint32_t shared_place;
+DEVICE shared_place place_in_shared(const void *shared) { return (uint32_t)__cvta_generic_to_shared(shared); }
+
 /* Copy 16 bytes from global to shared memory without waiting; zeros if `is_there` is 0. Both aligned to 16. */
-DEVICE void copy_async(void *shared, const void *global, int is_there) {
-    uint32_t to = (uint32_t)__cvta_generic_to_shared(shared), bytes = is_there ? 16 : 0;
+DEVICE void copy_async(shared_place to, const void *global, int is_there) {
+    uint32_t bytes = is_there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+}
+DEVICE void copy_async(void *shared, const void *global, int is_there) {
+    copy_async(place_in_shared(shared), global, is_there);
 }
 
 /* End a group of copies of this thread; wait until at most `left` of its groups are under way. A barrier makes what

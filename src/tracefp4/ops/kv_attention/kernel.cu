@@ -20,10 +20,12 @@ enum {
     COLUMNS = 8 * NT,
     THREADS = WARPS * WARP,
     SPLIT_TILES = SPLIT / TILE,
+    SHARE = SPLIT_TILES / WARPS, /* of a warp in a split */
     STRIDE = HEAD_DIM + 4, /* between columns in shared memory: lanes of a warp write to different banks */
     LIFT = IS_FP4 ? 15 : 0 /* probabilities are multiplied by 2^LIFT: fp16 then holds them down to 2^-39 */
 };
 static_assert(SPLIT_TILES % WARPS == 0, "every warp has the same share of a split, and none of two at a time");
+static_assert(SHARE <= WARP, "a lane looks up one tile of a split");
 #define LOWEST (-0x1p127f) /* m before any token */
 
 /* What one launch is about. */
@@ -44,8 +46,9 @@ struct sums {
 /* The queries as B operands, and what turns their products with K into scores in units of log2. */
 struct queries {
     uint32_t b[QUERY_PARTS][NT][BLOCKS][2];
-    float factor[NT][2][2]; /* two factors each: one power of two would not fit into a float */
+    float factor[NT][2];
     int num_visible[NT][2];
+    int seen_by_all; /* the tokens that every column sees */
 };
 
 /* What all warps share. */
@@ -102,6 +105,19 @@ DEVICE int visible(const struct problem &problem, int sequence, int column, int 
     return (int)position + 1;
 }
 
+/* The tokens that all columns see; whatever is none does not count. */
+DEVICE int seen_by_all(const struct queries &queries, const struct problem &problem, int first) {
+    int lane = (int)threadIdx.x % WARP, least_of_all = 0x7FFFFFFF;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (first + 8 * n + 2 * (lane % 4) + i < problem.num_columns)
+                least_of_all = least(least_of_all, queries.num_visible[n][i]);
+    least_of_all = least(least_of_all, __shfl_xor_sync(FULL_MASK, least_of_all, 1));
+    return least(least_of_all, __shfl_xor_sync(FULL_MASK, least_of_all, 2));
+}
+
 DEVICE void load_queries(struct queries &queries, const struct problem &problem, int sequence, int kv_head, int first,
                          int key_exponent, float scale, int page_tokens) {
     int lane = (int)threadIdx.x % WARP, g = lane / 4, j = lane % 4;
@@ -128,11 +144,12 @@ DEVICE void load_queries(struct queries &queries, const struct problem &problem,
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int exponent = CODE_EXPONENT + key_exponent - __shfl_sync(FULL_MASK, shift, 4 * (2 * j + i));
-            queries.factor[n][i][0] = power_of_two(exponent >> 1);
-            queries.factor[n][i][1] = power_of_two(exponent - (exponent >> 1)) * scale;
+            /* beyond these all scores are next to 0, or so far apart that one of them has all the weight */
+            queries.factor[n][i] = power_of_two(most(-122, least(exponent, 127))) * scale;
             queries.num_visible[n][i] = visible(problem, sequence, first + 8 * n + 2 * j + i, page_tokens);
         }
     }
+    queries.seen_by_all = seen_by_all(queries, problem, first);
 }
 
 /* The tokens that any of the block's columns sees. */
@@ -171,9 +188,19 @@ DEVICE void raise(struct sums &sums, const float (&score)[NT][4]) {
         }
 }
 
+/* Take from every column the tokens that it does not see, of a tile that begins at `token`. */
+DEVICE void hide(float (&score)[NT][4], const struct queries &queries, int token) {
+    int g = (int)threadIdx.x % WARP / 4;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            if (token + g + 8 * (c / 2) >= queries.num_visible[n][c % 2]) score[n][c] = -float_of(INF_BITS);
+}
+
 /* Add the tokens of one tile, which begin at `token`. */
 DEVICE void add_tile(struct sums &sums, const struct queries &queries, const uint8_t *tile, int token) {
-    int lane = (int)threadIdx.x % WARP, g = lane / 4;
+    int lane = (int)threadIdx.x % WARP;
     float score[NT][4] = {};
     for_keys(tile, lane, [&](int k, const uint32_t(&a)[4]) {
 #pragma unroll
@@ -185,10 +212,8 @@ DEVICE void add_tile(struct sums &sums, const struct queries &queries, const uin
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            float found = score[n][c] * queries.factor[n][c % 2][0] * queries.factor[n][c % 2][1];
-            score[n][c] = token + g + 8 * (c / 2) < queries.num_visible[n][c % 2] ? found : -float_of(INF_BITS);
-        }
+        for (int c = 0; c < 4; c++) score[n][c] *= queries.factor[n][c % 2];
+    if (token + TILE > queries.seen_by_all) hide(score, queries, token);
     raise(sums, score);
     uint32_t b[PROBABILITY_PARTS][NT][2];
 #pragma unroll
@@ -331,33 +356,41 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) attend(const void *query_rows, 
         merged.num_visible[threadIdx.x] =
             visible(problem, sequence, first + (int)threadIdx.x, tiles_per_page * TILE);
     }
-    int end = least(last * SPLIT_TILES, num_tiles), next = split * SPLIT_TILES + warp, stage = 0;
-    int page = next / tiles_per_page, in_page = next % tiles_per_page; /* of `next`, without a division per tile */
+    int end = least(last * SPLIT_TILES, num_tiles), next = split * SPLIT_TILES + warp;
     const int64_t *frames = table + (int64_t)sequence * num_pages;
-    int64_t frame = next < end ? frames[page] : 0;
+    /* the number of the tile that is the lane's among those of the warp in a split */
+    auto number_in = [&](int of_split) {
+        int tile = of_split * SPLIT_TILES + warp + WARPS * lane;
+        if (lane >= SHARE || tile >= end) return 0u;
+        uint32_t page = (uint32_t)tile / (uint32_t)tiles_per_page;
+        int64_t frame = frames[page];
+        if ((uint64_t)frame >= (uint64_t)num_frames) stop_here();
+        return (uint32_t)(frame * tiles_per_page) + tile - page * tiles_per_page;
+    };
+    uint32_t numbers = number_in(split), later = number_in(split + 1);
     uint8_t *ring = shared + warp * STAGES * TILE_BYTES;
-    auto copy_next = [&]() {
-        if (next < end) {
-            if ((uint64_t)frame >= (uint64_t)num_frames) stop_here();
-            copy_tile(ring + stage * TILE_BYTES, pages, (uint32_t)(frame * tiles_per_page) + in_page, lane);
-        }
+    shared_place own = place_in_shared(ring + 16 * lane);
+    auto copy_next = [&](int to) {
+        int among = (uint32_t)next / WARPS % SHARE;
+        if (next < end) copy_tile(own + to, pages, __shfl_sync(FULL_MASK, numbers, among), lane);
         commit_copies();
         next += WARPS;
-        for (in_page += WARPS; in_page >= tiles_per_page; in_page -= tiles_per_page) page++;
-        if (next < end) frame = frames[page]; /* one copy ahead of its use */
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        if (among < SHARE - 1) return;
+        numbers = later; /* looked up a split ahead of its use */
+        later = number_in(next / SPLIT_TILES + 1);
     };
-    for (int s = 0; s < STAGES - 1; s++) copy_next();
-    for (int current = 0; split < last; split++) {
+    for (int s = 0; s < STAGES - 1; s++) copy_next(s * TILE_BYTES);
+    for (int current = 0, read = (STAGES - 1) * TILE_BYTES; split < last; split++) {
         struct sums sums = {};
 #pragma unroll
         for (int n = 0; n < NT; n++) sums.m[n][0] = sums.m[n][1] = LOWEST;
         for (int t = split * SPLIT_TILES + warp; t < least((split + 1) * SPLIT_TILES, num_tiles); t += WARPS) {
             await_copies<STAGES - 2>();
             __syncwarp(); /* the tile is there for all lanes, and nobody reads the one before it */
-            copy_next();
-            add_tile(sums, queries, ring + current * TILE_BYTES, t * TILE);
-            current = current + 1 == STAGES ? 0 : current + 1;
+            copy_next(read);
+            add_tile(sums, queries, ring + current, t * TILE);
+            read = current;
+            current = current + TILE_BYTES == STAGES * TILE_BYTES ? 0 : current + TILE_BYTES;
         }
         merge_warps(merged, sums);
         if (partial)

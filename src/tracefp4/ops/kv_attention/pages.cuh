@@ -45,22 +45,23 @@ DEVICE struct pages pages_of(const uint8_t *keys, const uint8_t *key_scales, con
     return pages;
 }
 
-DEVICE void copy_part(uint8_t *to, const uint8_t *from, int lane) {
+DEVICE void copy_part(shared_place to, const uint8_t *from, int lane) {
 #pragma unroll
     for (int r = 0; r < COPIED_BYTES / (16 * WARP); r++) {
         int i = lane + r * WARP, row = i / (ROW_BYTES / 16), piece = i % (ROW_BYTES / 16);
         /* bf16 rows lie so that eight rows at one place are in different banks */
-        int at = IS_FP4 ? i : row * (ROW_BYTES / 16) + (piece ^ (row & 7));
+        int at = IS_FP4 ? r * WARP : row * (ROW_BYTES / 16) + (piece ^ (row & 7)) - lane;
         copy_async(to + 16 * at, from + 16 * r * WARP, 1);
     }
 }
 
-/* Begin to copy a tile of the kv head to shared memory, by one warp. */
-DEVICE void copy_tile(uint8_t *to, const struct pages &pages, uint32_t tile, int lane) {
+/* Begin to copy a tile of the kv head to shared memory, by one warp; `to` is where the lane's first
+ * piece goes. */
+DEVICE void copy_tile(shared_place to, const struct pages &pages, uint32_t tile, int lane) {
     copy_part(to, pages.keys + (uint64_t)tile * COPIED_BYTES, lane);
     copy_part(to + PART_BYTES, pages.values + (uint64_t)tile * COPIED_BYTES, lane);
     if (IS_FP4 && lane < 2 * SCALE_PIECES)
-        copy_async(to + lane / SCALE_PIECES * PART_BYTES + CODE_BYTES + lane % SCALE_PIECES * 16,
+        copy_async(to + (lane / SCALE_PIECES * (PART_BYTES - 16 * SCALE_PIECES) + CODE_BYTES),
                    pages.scales + (uint64_t)tile * SCALE_BYTES, 1);
 }
 
