@@ -14,8 +14,8 @@ enum {
     STEPS = GROUP / 16,
     ROW_BYTES = GROUP * 2,
     TOKEN_BYTES = TOKENS * ROW_BYTES,              /* of a stage; a multiple of 1024 */
-    PIECES = TOKENS * (GROUP / 8),                 /* of 16 bytes: the activations of a group */
-    COPIES = (PIECES + WARPS * 32 - 1) / (WARPS * 32),
+    COPY_TOKENS = WARPS * WARP / (GROUP / 8),      /* tokens of which all threads copy 16 bytes of a group at once */
+    COPIES = TOKENS / COPY_TOKENS,
     SCALE_COPIES = SCALES * 2 / 16,                /* of 16 bytes, per row tile and group */
     WORD_BYTES = NT * 512,
     WARP_BYTES = WORD_BYTES + NT * SCALES * 2,
@@ -23,26 +23,29 @@ enum {
     PART = MT < 8 ? MT : 8,                        /* tiles of tokens that a warp stores at once */
     STORE_STRIDE = 48                              /* bytes: eight rows of 16 bytes meet all banks */
 };
+static_assert(TOKENS % COPY_TOKENS == 0 && COPY_TOKENS % 8 == 0, "threads share the copies of a group evenly");
 static_assert(8 * PART * STORE_STRIDE <= STAGES * WARP_BYTES, "results of a warp take the place of its weights");
 
 /* What a thread copies in every group. */
 struct copies {
-    const uint16_t *x;
-    const uint4 *words;  /* of its lane */
-    const uint4 *scales; /* of its tile; a lane has 16 bytes of one tile, or nothing */
-    int row[COPIES];     /* of x; -1 for tokens that are not there */
-    int start[NT];       /* groups before those of every row tile */
+    const uint4 *x;
+    const uint4 *words;    /* of its lane */
+    const uint4 *scales;   /* of its tile; a lane has 16 bytes of one tile, or nothing */
+    uint32_t from[COPIES]; /* which 16 bytes of x, in the first group */
+    int start[NT];         /* groups before those of every row tile */
     int scale_start;
 };
 
-DEVICE struct copies find_copies(const uint16_t *x, const struct routes &routes, const struct tile &tile,
-                                 int pairs_per_row) {
+/* Tokens that are not there repeat the last one; what they give is not stored. 32 bits are enough for 64 GiB of x. */
+DEVICE struct copies find_copies(const uint16_t *x, const struct routes &routes, const struct tile &tile, int pairs_per_row,
+                                 int groups) {
     struct copies copies;
-    copies.x = x;
+    copies.x = reinterpret_cast<const uint4 *>(x);
 #pragma unroll
     for (int c = 0; c < COPIES; c++) {
-        int token = ((int)threadIdx.x + c * WARPS * WARP) / (GROUP / 8);
-        copies.row[c] = token < tile.count ? routes.order[tile.first + token] / pairs_per_row : -1;
+        int token = least((int)threadIdx.x / (GROUP / 8) + c * COPY_TOKENS, tile.count - 1);
+        uint32_t row = (uint32_t)(routes.order[tile.first + token] / pairs_per_row);
+        copies.from[c] = row * (uint32_t)groups * (GROUP / 8) + threadIdx.x % (GROUP / 8);
     }
     return copies;
 }
@@ -63,25 +66,21 @@ DEVICE unsigned char *own_weights(unsigned char *shared, int group) {
     return shared + STAGES * TOKEN_BYTES + (warp * STAGES + group % STAGES) * WARP_BYTES;
 }
 
-/* Begin to copy a group to its stage, and end a group of copies in any case. */
-DEVICE void copy_group(unsigned char *shared, const struct copies &copies, int group, int groups) {
-    int lane = (int)threadIdx.x % WARP;
-    unsigned char *tokens = shared + group % STAGES * TOKEN_BYTES, *own = own_weights(shared, group);
-    if (group < groups) {
+/* Begin to copy a group to its stage, with the activations of so many tiles, and end a group of copies in any case. */
+template <int tiles> DEVICE void copy_group(unsigned char *shared, const struct copies &copies, int group, int groups) {
+    int lane = (int)threadIdx.x % WARP, token = (int)threadIdx.x / (GROUP / 8), piece = (int)threadIdx.x % (GROUP / 8);
+    unsigned char *own = own_weights(shared, group);
+    unsigned char *to = shared + group % STAGES * TOKEN_BYTES + token * ROW_BYTES + 16 * (piece ^ token % 8);
+    int is_there = group < groups; /* no branch: copies are made in the middle of products */
 #pragma unroll
-        for (int i = 0; i < NT; i++)
-            copy_async(own + i * 512 + lane * 16, copies.words + (int64_t)(copies.start[i] + group) * WARP, 1);
-        if (lane < NT * SCALE_COPIES)
-            copy_async(own + WORD_BYTES + lane * 16,
-                       copies.scales + (int64_t)(copies.scale_start + group) * SCALE_COPIES, 1);
+    for (int i = 0; i < NT; i++)
+        copy_async(own + i * 512 + lane * 16, copies.words + (int64_t)(copies.start[i] + group) * WARP, is_there);
+    if (lane < NT * SCALE_COPIES)
+        copy_async(own + WORD_BYTES + lane * 16, copies.scales + (int64_t)(copies.scale_start + group) * SCALE_COPIES,
+                   is_there);
 #pragma unroll
-        for (int c = 0; c < COPIES; c++) {
-            int q = (int)threadIdx.x + c * WARPS * WARP, token = q / (GROUP / 8), piece = q % (GROUP / 8);
-            int64_t from = ((int64_t)most(copies.row[c], 0) * groups + group) * GROUP + 8 * piece;
-            if (q < PIECES)
-                copy_async(tokens + token * ROW_BYTES + 16 * (piece ^ token % 8), copies.x + from, copies.row[c] >= 0);
-        }
-    }
+    for (int c = 0; c < COPIES * tiles / MT; c++)
+        copy_async(to + c * COPY_TOKENS * ROW_BYTES, copies.x + (copies.from[c] + (uint32_t)group * (GROUP / 8)), is_there);
     commit_copies();
 }
 
@@ -96,16 +95,24 @@ DEVICE struct weights own_group(const unsigned char *own) {
     return weights;
 }
 
-DEVICE void multiply_tile(float (&sum)[NT][MT][4], unsigned char *shared, const struct copies &copies, int groups) {
-    uint32_t a[2][NT][4]; /* of this step and of the one before */
-    clear(sum);
-    for (int group = 0; group < AHEAD; group++) copy_group(shared, copies, group, groups);
+/* The operands of a step. */
+DEVICE void expand_step(const struct weights &weights, const uint32_t (&scale)[NT][2], int t, uint32_t (&a)[NT][4]) {
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+        const uint32_t word[STEPS] = {weights.words[i].x, weights.words[i].y, weights.words[i].z, weights.words[i].w};
+        expand(word[t], scale[i], a[i]);
+    }
+}
+
+/* Sums of the first so many tiles of tokens. */
+template <int tiles>
+DEVICE void multiply_tiles(float (&sum)[NT][MT][4], unsigned char *shared, const struct copies &copies, int groups) {
+    uint32_t a[STEPS][NT][4];
+    for (int group = 0; group < AHEAD; group++) copy_group<tiles>(shared, copies, group, groups);
 #pragma unroll 1
     for (int group = 0; group < groups; group++) {
         await_copies<AHEAD - 1>();
-        show_copies();
-        __syncthreads(); /* this group is there for all, and nobody reads the stage of the one before the last */
-        copy_group(shared, copies, group + AHEAD, groups);
+        __syncwarp();
         struct weights weights = own_group(own_weights(shared, group));
         uint64_t tokens = rows_of_64(shared_address(shared + group % STAGES * TOKEN_BYTES));
         uint32_t scale[NT][2];
@@ -116,20 +123,32 @@ DEVICE void multiply_tile(float (&sum)[NT][MT][4], unsigned char *shared, const 
         }
 #pragma unroll
         for (int t = 0; t < STEPS; t++) {
-            await_products<1>(); /* of the step before the last, whose operands are overwritten */
-#pragma unroll
-            for (int i = 0; i < NT; i++) {
-                const uint32_t word[STEPS] = {weights.words[i].x, weights.words[i].y, weights.words[i].z, weights.words[i].w};
-                expand(word[t], scale[i], a[t % 2][i]);
+            await_products<STEPS - 1>(); /* of this step in the group before, whose operands are overwritten */
+            expand_step(weights, scale, t, a[t]);
+            if (t == 0) {
+                show_copies();
+                __syncthreads(); /* this group is there for all, and nobody reads the stage of the one before the last */
             }
             begin_products();
 #pragma unroll
-            for (int i = 0; i < NT; i++) multiply_async(sum[i], a[t % 2][i], tokens + 2 * t);
+            for (int i = 0; i < NT; i++)
+                multiply_async(reinterpret_cast<float(&)[tiles][4]>(sum[i]), a[t][i], tokens + 2 * t);
             commit_products();
+            if (t == 0) copy_group<tiles>(shared, copies, group + AHEAD, groups);
         }
     }
     await_products<0>();
     await_copies<0>();
+}
+
+/* A half of the tiles is enough for many an expert's last tokens. */
+DEVICE void multiply_tile(float (&sum)[NT][MT][4], unsigned char *shared, const struct copies &copies, int count,
+                          int groups) {
+    clear(sum);
+    if (MT < 16 || count > TOKENS / 2)
+        multiply_tiles<MT>(sum, shared, copies, groups);
+    else
+        multiply_tiles<MT < 16 ? MT : MT / 2>(sum, shared, copies, groups);
 #pragma unroll
     for (int i = 0; i < NT; i++)
 #pragma unroll
@@ -182,10 +201,10 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) gate_up_wide(const uint4 *words
     if (tile.expert < 0) return;
     int first = ((int)blockIdx.x * WARPS + (int)threadIdx.x / WARP) * (NT / 2);
     float sum[NT][MT][4], factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
-    struct copies copies = find_copies(x, routes, tile, top_k);
+    struct copies copies = find_copies(x, routes, tile, top_k, groups);
     find_weights(copies, words, scales, tile.expert, 2, width, first, groups);
     shared = from_1024(shared);
-    multiply_tile(sum, shared, copies, groups);
+    multiply_tile(sum, shared, copies, tile.count, groups);
 #pragma unroll
     for (int i = 0; i < NT / 2; i++)
         store_tile(own_weights(shared, 0), routes, tile, (first + i) * TILE_ROWS, width, h, [&](int m, int c) {
@@ -204,10 +223,10 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) down_wide(const uint4 *words, c
     if (tile.expert < 0) return;
     int first = ((int)blockIdx.x * WARPS + (int)threadIdx.x / WARP) * NT;
     float sum[NT][MT][4], factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
-    struct copies copies = find_copies(h, routes, tile, 1);
+    struct copies copies = find_copies(h, routes, tile, 1, groups);
     find_weights(copies, words, scales, tile.expert, 1, width, first, groups);
     shared = from_1024(shared);
-    multiply_tile(sum, shared, copies, groups);
+    multiply_tile(sum, shared, copies, tile.count, groups);
 #pragma unroll
     for (int i = 0; i < NT; i++)
         store_tile(own_weights(shared, 0), routes, tile, (first + i) * TILE_ROWS, width, y,
