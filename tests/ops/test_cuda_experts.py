@@ -13,7 +13,7 @@ from tracefp4.ops.device import comparing
 from tracefp4.ops.expert_layer import device as kernels
 from tracefp4.ops.expert_layer import expert_layer, refit
 from tracefp4.ops.expert_layer.routes import sort_pairs
-from tracefp4.ops.expert_layer.tilings import MOST, TILINGS, WIDE
+from tracefp4.ops.expert_layer.tilings import MOST, PIPED, TILINGS, WIDE
 from tracefp4.ops.quantize import quantize
 
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 HAS_WARPGROUPS = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-EVERY = (*(tiling for _, tiling in TILINGS), MOST, *((WIDE,) if HAS_WARPGROUPS else ()))
+EVERY = (*(tiling for _, tiling in TILINGS), MOST, *((WIDE, PIPED) if HAS_WARPGROUPS else ()))
 CUDA = torch.device("cuda")
 
 
@@ -69,7 +69,7 @@ def test_every_code_under_every_scale_is_exact(tiling, scheme):
     routes = sort_pairs(torch.zeros(64, 1, dtype=torch.int64, device=CUDA), 1, 8 * tiling.token_tiles)
     y = torch.empty(64, num_bytes, dtype=torch.bfloat16, device=CUDA)
     identity = torch.eye(64, device=CUDA)
-    in_steps = tiling.kind == "wide"
+    in_steps = tiling.in_steps
     rows = kernels._round_rows(identity.bfloat16(), PRECISIONS["bf16"], "x", False, in_steps=in_steps)
     kernels._multiply("down", (rows.operand, routes, to_fragments(t)), tiling, (num_bytes, y))
     wanted = (identity.double() @ dequantize(t)[0].double().T).float()

@@ -22,6 +22,7 @@ ONE = Tiling("few", 1, 4, 2, 2)
 FOUR = Tiling("few", 4, 2, 2, 2)
 MANY = Tiling("many", 2, 4, 2, 3)
 WIDE = Tiling("wide", 8, 2, 4, 4)
+PIPED = Tiling("piped", 8, 2, 4, 4)
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
 
@@ -38,11 +39,11 @@ def emulate(monkeypatch):
 
 def in_order(rows, tiling):
     """Activations as the products of a tiling read them."""
-    return kernels._round_rows(rows, PRECISIONS["bf16"], "x", False, in_steps=tiling.kind == "wide").operand
+    return kernels._round_rows(rows, PRECISIONS["bf16"], "x", False, in_steps=tiling.in_steps).operand
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, FOUR, MANY, WIDE], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, FOUR, MANY, WIDE, PIPED], ids=str)
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_every_step_is_that_of_the_definition(emulate, tiling, tokens):
     given = case(PRECISIONS["nvfp4"], tokens=tokens, hidden=208, inner=48)
@@ -55,7 +56,7 @@ def test_every_step_is_that_of_the_definition(emulate, tiling, tokens):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE, PIPED], ids=str)
 @pytest.mark.parametrize("name", ["mxfp4", "static", "bf16"])
 def test_other_schemes(emulate, name, tiling):
     wide = {"hidden": 320, "inner": 96} if name == "bf16" else {"hidden": 96, "inner": 64}
@@ -75,7 +76,7 @@ def test_more_shapes(emulate, name, tokens, top_k):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE, PIPED], ids=str)
 def test_a_token_does_not_depend_on_the_others(emulate, tiling):
     given = case(PRECISIONS["nvfp4"], tokens=40, hidden=208, inner=48)
     together = run_steps(*operands(given), (tiling, False))
@@ -95,7 +96,7 @@ def test_tiles_of_any_number_of_tokens_give_the_same_bits(emulate, tilings):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE, PIPED], ids=str)
 def test_damage_stays_where_it_is_and_shows(emulate, monkeypatch, tiling):
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what is never written does not look damaged by chance
     given = case(PRECISIONS["nvfp4"], tokens=6, hidden=208, inner=48)
@@ -112,7 +113,7 @@ def test_damage_stays_where_it_is_and_shows(emulate, monkeypatch, tiling):
 
 @needs_compiler
 @pytest.mark.parametrize("scheme", [NVFP4_TENSOR_POW2, MXFP4_FLOOR], ids=lambda s: s.name)
-@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE, PIPED], ids=str)
 def test_every_code_under_every_scale_is_exact(emulate, tiling, scheme):
     num_bytes = 128 if scheme is NVFP4_TENSOR_POW2 else 256
     codes = torch.arange(16, dtype=torch.uint8).repeat(num_bytes, 4)
@@ -137,7 +138,7 @@ def test_every_code_under_every_scale_is_exact(emulate, tiling, scheme):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE, PIPED], ids=str)
 def test_nothing_is_written_beyond_the_rows(emulate, tiling):
     w = to_fragments(quantize(torch.randn(1, 48, 64), scheme=NVFP4_TENSOR_POW2))
     routes = sort_pairs(torch.zeros(3, 1, dtype=torch.int64), 1, 8 * tiling.token_tiles)
@@ -266,7 +267,14 @@ def test_the_files_compile_for(architecture, tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "cache_folder", lambda: tmp_path)
     tile = {"BLOCK": 16, "NT": 4, "MT": 8, "WARPS": 4, "STAGES": 3, "MIN_BLOCKS": 1}
     wide = tile | {"NT": 2, "MT": 16, "WARPS": 8, "STAGES": 6}
-    variants = {"few": tile | {"MT": 1, "WARPS": 8}, "many": tile, "wide": wide, "routes": {}, "rows": SCHEME}
+    variants = {
+        "few": tile | {"MT": 1, "WARPS": 8},
+        "many": tile,
+        "wide": wide,
+        "piped": wide,
+        "routes": {},
+        "rows": SCHEME,
+    }
     for library in kernels.FILES:
         source = library.program.source
         built = nvrtc.build(source, defines=variants[source.stem], architecture=architecture)

@@ -64,7 +64,13 @@ DEVICE void show_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "m
 /* End a group of products; wait until at most `left` groups are under way. */
 DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int left> DEVICE void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory"); }
+
+/* Of the registers that the launch gave each thread, these four warps keep so many; or take so many, once others are left. */
+template <int count> DEVICE void keep_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
+template <int count> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
 #else
+template <int count> DEVICE void keep_registers() {}
+template <int count> DEVICE void take_registers() {}
 template <int tiles> DEVICE void multiply_async(float (&)[tiles][4], const uint32_t (&)[4], uint64_t) { stop_here(); }
 DEVICE void begin_products() {}
 DEVICE void show_copies() {}

@@ -10,6 +10,7 @@ How the products are cut is said in `tilings.py`; every sum runs in a fixed orde
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,8 @@ _OWN_EXPONENT = 128
 _ROW_THREADS, _REFIT_THREADS = 512, 256
 _MANY_WARPS, _HELD_BLOCKS = 4096, 4
 """Beyond so many warps with a block of the scheme per thread, which fill a GPU, a thread takes several; see rows.cu."""
+_COPYING_WARPS = 4
+"""Of a block in piped.cu."""
 _MAXIMA_PARTS = 32
 """Thread blocks that look for the maximum of one matrix."""
 
@@ -99,11 +102,10 @@ def run_steps(
     num_tokens, top_k = ids.shape
     hidden, inner = experts.gate_up.width, experts.down.width
     routes = sort_pairs(ids, experts.gate_up.shape[0], 8 * tiling.token_tiles)
-    is_wide = tiling.kind == "wide"
-    x_rows = _round_rows(x, precision, "x", with_codes, in_steps=is_wide)
+    x_rows = _round_rows(x, precision, "x", with_codes, in_steps=tiling.in_steps)
     h = torch.empty((num_tokens * top_k, inner), dtype=torch.bfloat16, device=x.device)
     _multiply("gate_up", (x_rows.operand, routes, experts.gate_up), tiling, (inner, top_k, h))
-    w2_rows = _round_rows(h, precision, "w2", with_codes, in_steps=is_wide)
+    w2_rows = _round_rows(h, precision, "w2", with_codes, in_steps=tiling.in_steps)
     y_of_pairs = torch.empty((num_tokens * top_k, hidden), dtype=torch.bfloat16, device=x.device)
     _multiply("down", (w2_rows.operand, routes, experts.down), tiling, (hidden, y_of_pairs))
     y = torch.empty((num_tokens, hidden), dtype=torch.bfloat16, device=x.device)
@@ -228,6 +230,9 @@ def _multiply(
     rest: tuple[Tensor | int, ...],
 ) -> None:
     """Launch `gate_up` or `down`; `rest` is what the kernel takes from the number of a part's rows on."""
+    if tiling.kind == "piped":
+        _multiply_piped(product, operands, tiling, rest)
+        return
     x, routes, w = operands
     groups = w.words.shape[2]
     tiles_of_rows = w.words.shape[1] // (2 if product == "gate_up" else 1)
@@ -252,6 +257,42 @@ def _multiply(
     _PRODUCTS[tiling.kind].launch(
         launch, w.words, w.scales, w.exponents, x, *routes, groups, *rest, device=x.device
     )
+
+
+def _multiply_piped(
+    product: str,
+    operands: tuple[Tensor, Routes, WeightFragments],
+    tiling: Tiling,
+    rest: tuple[Tensor | int, ...],
+) -> None:
+    """As `_multiply`: by blocks that take tile after tile."""
+    x, routes, w = operands
+    row_tiles, num_tiles = tiling.row_tiles * tiling.warps, routes.tiles.shape[0]
+    of_row_tile = 512 + 16 * GROUP // w.scheme.block_size
+    stage_bytes = -(-(8 * tiling.token_tiles * GROUP * 2 + row_tiles * of_row_tile) // 1024) * 1024
+    defines = {
+        "BLOCK": w.scheme.block_size,
+        "NT": tiling.row_tiles,
+        "MT": tiling.token_tiles,
+        "WARPS": tiling.warps,
+        "STAGES": tiling.stages,
+    }
+    blocks = num_tiles * -(-w.words.shape[1] // row_tiles)
+    launch = Launch(
+        f"{product}_piped",
+        (min(blocks, _multiprocessors(x.device)),),
+        32 * (tiling.warps + _COPYING_WARPS),
+        defines,
+        1024 + tiling.stages * (stage_bytes + 16) + tiling.warps * 32 * 48,
+    )
+    parts = (w.words, w.scales, w.exponents, x, *routes, w.words.shape[2], *rest, num_tiles)
+    _PRODUCTS["piped"].launch(launch, *parts, device=x.device)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where it is emulated."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def differences(device: torch.device, case: Case | Scheme) -> str | None:
@@ -331,7 +372,14 @@ def _far_from_reference(steps: Steps, routing: Routing, experts: Experts) -> str
 _USUAL = Case(NVFP4_TENSOR_POW2, NVFP4_ROW_POW2, FEWEST, 2, 2)
 LIBRARY: DeviceLibrary[Case | Scheme] = DeviceLibrary(_HERE / "few.cu", differences, _USUAL)
 """Products of experts with few tokens; its check runs the kernels of all files."""
-_MANY, _WIDE_FILE, _ROWS = (KernelFile(_HERE / name) for name in ("many.cu", "wide.cu", "rows.cu"))
-_PRODUCTS: dict[str, KernelFile] = {"few": LIBRARY, "many": _MANY, "wide": _WIDE_FILE}
+_MANY, _WIDE_FILE, _PIPED_FILE, _ROWS = (
+    KernelFile(_HERE / name) for name in ("many.cu", "wide.cu", "piped.cu", "rows.cu")
+)
+_PRODUCTS: dict[str, KernelFile] = {
+    "few": LIBRARY,
+    "many": _MANY,
+    "wide": _WIDE_FILE,
+    "piped": _PIPED_FILE,
+}
 FILES = (*_PRODUCTS.values(), LISTS, _ROWS)
 """All of them; a runner has to be given to each."""

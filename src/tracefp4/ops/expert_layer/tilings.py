@@ -14,7 +14,7 @@ class Tiling(NamedTuple):
     """How the products are cut."""
 
     kind: str
-    """`few`, `many` or `wide`: the file."""
+    """`few`, `many`, `wide` or `piped`: the file."""
     token_tiles: int
     """Tiles of 8 tokens that a block multiplies with what it has read of the weights."""
     row_tiles: int
@@ -25,6 +25,11 @@ class Tiling(NamedTuple):
     """Groups of 64 columns under way at a time, at most."""
     blocks: int = 1
     """Thread blocks that a multiprocessor must have room for: it bounds the registers of a thread."""
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether products take activations in the order of steps of 16 columns; see `device.Rows`."""
+        return self.kind in ("wide", "piped")
 
 
 TILINGS = (
@@ -42,6 +47,8 @@ costs less than two that both expand its weights, so the bounds lie where few ex
 FEWEST, MOST = TILINGS[0][1], Tiling("many", 8, 4, 4, 3)
 WIDE_BEYOND, WIDE = 1 << 30, Tiling("wide", 16, 2, 8, 6)
 """On sm_90, beyond so many tokens per expert in use on average; no layer has as many before this was measured."""
+PIPED = Tiling("piped", 16, 2, 8, 6)
+"""The other shape with the same instructions, to be compared."""
 
 
 def tiling_of(num_pairs: int, num_experts: int, device: torch.device) -> Tiling:
