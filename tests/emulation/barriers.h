@@ -7,6 +7,7 @@
 DEVICE void begin_barrier(uint64_t *barrier, uint32_t count) { *barrier = (uint64_t)count << 16 | count; }
 DEVICE void arrive(uint64_t *barrier) {
     if ((*barrier & 0xFFFF) == 0) emulation::stop("arrives at a barrier that never began");
+    emulation::now->reads_too_early |= emulation::me().has_unseen;
     if ((--*barrier & 0xFFFF) == 0) *barrier = (*barrier ^ 1ull << 32) | (*barrier >> 16 & 0xFFFF);
 }
 DEVICE void await_phase(uint64_t *barrier, uint32_t digit) {

@@ -245,10 +245,7 @@ inline void await_groups(size_t left) {
 #define gridDim (emulation::now->grid)
 
 static inline void __syncthreads() { emulation::barrier(); }
-static inline void __syncwarp(uint32_t mask = 0xFFFFFFFFu) {
-    emulation::now->reads_too_early |= emulation::me().has_unseen;
-    emulation::meet(&mask, 1, mask);
-}
+static inline void __syncwarp(uint32_t mask = 0xFFFFFFFFu) { emulation::meet(&mask, 1, mask); }
 template <class T> static inline T __shfl_xor_sync(uint32_t mask, T value, int with) {
     return emulation::from_lane(value, emulation::lane() ^ with, mask);
 }

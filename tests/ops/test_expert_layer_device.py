@@ -22,7 +22,7 @@ ONE = Tiling("few", 1, 4, 2, 2)
 FOUR = Tiling("few", 4, 2, 2, 2)
 MANY = Tiling("many", 2, 4, 2, 3)
 WIDE = Tiling("wide", 8, 2, 4, 4)
-PIPED = Tiling("piped", 8, 2, 4, 4)
+PIPED = Tiling("piped", 16, 2, 8, 5)
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
 

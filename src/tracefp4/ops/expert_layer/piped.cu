@@ -22,6 +22,9 @@ enum {
     STORE_STRIDE = 48,                /* bytes: eight rows of 16 bytes meet all banks */
     STORE_BYTES = WARP * STORE_STRIDE, /* of a warp: results of 32 tokens */
     STEPS = GROUP / 16,
+    HALF = MT == 16 ? 8 : MT,         /* tiles of tokens to multiply where there are no more */
+    LAG = STAGES - AHEAD - 2,         /* groups that the second four warps stay behind, so that they multiply while the first
+                                         store; the stages in use by both, and those under way, have to do */
     BEHIND = 2                        /* steps under way while the operands of the next are made; less than STEPS */
 };
 
@@ -33,6 +36,7 @@ struct stage {
 struct ring {
     unsigned char *shared;
     uint64_t *full, *empty; /* [STAGES] */
+    uint64_t *lag;          /* ends when the first four warps are as far ahead as they stay */
     int at;                 /* the stage of the next group */
     uint32_t digit;         /* of the phase of `full` in which it comes */
 };
@@ -51,12 +55,14 @@ DEVICE void advance(struct ring &ring) {
 DEVICE struct ring begin_ring(unsigned char *shared) {
     shared += -shared_address(shared) & 1023;
     uint64_t *barriers = reinterpret_cast<uint64_t *>(shared + STAGES * STAGE_BYTES + WARPS * STORE_BYTES);
-    struct ring ring = {shared, barriers, barriers + STAGES, 0, 0};
-    if (threadIdx.x == 0)
+    struct ring ring = {shared, barriers, barriers + STAGES, barriers + 2 * STAGES, 0, 0};
+    if (threadIdx.x == 0) {
+        begin_barrier(ring.lag, WARPS / 2);
         for (int s = 0; s < STAGES; s++) {
             begin_barrier(ring.full + s, COPIERS);
             begin_barrier(ring.empty + s, WARPS);
         }
+    }
     return ring;
 }
 
@@ -115,12 +121,14 @@ DEVICE struct sources find_sources(const struct operands &of, const struct tile 
     return sources;
 }
 
-DEVICE void copy_group(const struct stage &stage, const struct operands &of, const struct sources &sources, int group) {
+DEVICE void copy_group(const struct stage &stage, const struct operands &of, const struct sources &sources, int group,
+                       bool is_half) {
     int mine = (int)threadIdx.x - WARPS * WARP, lane = mine % WARP, token = mine / 8, piece = mine % 8 ^ token % 8;
 #pragma unroll
     for (int c = 0; c < X_COPIES; c++)
-        copy_async(stage.x + (c * (COPIERS * WARP / 8) + token) * ROW_BYTES + piece * 16,
-                   of.x + group * 8 + (uint64_t)sources.x[c], 1);
+        if (c < X_COPIES * HALF / MT || !is_half)
+            copy_async(stage.x + (c * (COPIERS * WARP / 8) + token) * ROW_BYTES + piece * 16,
+                       of.x + group * 8 + (uint64_t)sources.x[c], 1);
 #pragma unroll
     for (int c = 0; c < WORD_COPIES; c++)
         copy_async(stage.words + ((c * COPIERS + mine / WARP) * WARP + lane) * 16,
@@ -144,7 +152,7 @@ template <int parts> DEVICE void copy_all(struct ring ring, const struct operand
         struct sources sources = find_sources(of, work.tile, parts, work.first);
         for (int group = 0; group < of.groups; group++) {
             await_phase(ring.empty + ring.at, ring.digit ^ 1);
-            copy_group(stage_of(ring, ring.at), of, sources, group);
+            copy_group(stage_of(ring, ring.at), of, sources, group, work.tile.count <= 8 * HALF);
             commit_copies();
             await_copies<AHEAD>();
             if (under_way == AHEAD)
@@ -158,9 +166,9 @@ template <int parts> DEVICE void copy_all(struct ring ring, const struct operand
     for (; under_way > 0; under_way--) announce(ring, under_way);
 }
 
-/* Sums of a tile: of the warp's two row tiles, and as mma_bf16 has them of every 8 tokens. The stage of the last group is
- * still held by the products under way when the next begins. */
-DEVICE void multiply_tile(float (&sum)[NT][MT][4], struct ring &ring, int groups) {
+/* Sums of a tile: of the warp's two row tiles, and as mma_bf16 has them of every 8 tokens; of the first `tiles` of them. The
+ * stage of the last group is still held by the products under way when the next begins. */
+template <int tiles> DEVICE void multiply_tile(float (&sum)[NT][MT][4], struct ring &ring, int groups, bool is_first) {
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, last = 0;
     uint32_t a[STEPS][NT][4];
     clear(sum);
@@ -184,11 +192,13 @@ DEVICE void multiply_tile(float (&sum)[NT][MT][4], struct ring &ring, int groups
             for (int u = 0; u < NT; u++) expand(words[u][t], scale[u], a[t][u]);
             begin_products();
 #pragma unroll
-            for (int u = 0; u < NT; u++) multiply_async(sum[u], a[t][u], tokens + 2 * t);
+            for (int u = 0; u < NT; u++)
+                multiply_async(reinterpret_cast<float(&)[tiles][4]>(sum[u]), a[t][u], tokens + 2 * t);
             commit_products();
             await_products<BEHIND>();
             if (t == BEHIND - 1 && group > 0 && lane == 0) arrive(ring.empty + last); /* its last products have ended */
         }
+        if (is_first && warp < WARPS / 2 && group == least(LAG, groups - 1) && lane == 0) arrive(ring.lag);
         last = ring.at;
         advance(ring);
     }
@@ -196,7 +206,7 @@ DEVICE void multiply_tile(float (&sum)[NT][MT][4], struct ring &ring, int groups
 #pragma unroll
     for (int u = 0; u < NT; u++)
 #pragma unroll
-        for (int m = 0; m < MT; m++)
+        for (int m = 0; m < tiles; m++)
 #pragma unroll
             for (int c = 0; c < 4; c++) settle(sum[u][m][c]);
     if (lane == 0) arrive(ring.empty + last);
@@ -256,11 +266,17 @@ template <int parts, class Store> DEVICE void multiply_all(const struct operands
         return;
     }
     take_registers<224>();
+    bool is_first = true;
     unsigned char *own = ring.shared + STAGES * STAGE_BYTES + warp * STORE_BYTES;
     for (struct work work = {(int)blockIdx.x, 0, {}}; find_work<parts>(work, of);) {
         float sum[NT][MT][4], factor = power_of_two(of.exponents[work.tile.expert] + PRODUCT_EXPONENT);
         struct pairs pairs = find_pairs(of, work.tile);
-        multiply_tile(sum, ring, of.groups);
+        if (is_first && warp >= WARPS / 2) await_phase(ring.lag, 0);
+        if (work.tile.count > 8 * HALF)
+            multiply_tile<MT>(sum, ring, of.groups, is_first);
+        else
+            multiply_tile<HALF>(sum, ring, of.groups, is_first);
+        is_first = false;
         store(sum, factor, own, pairs, work.tile.count, (work.first + warp) * TILE_ROWS);
     }
 }
