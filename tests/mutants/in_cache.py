@@ -3,6 +3,7 @@
 from tests.mutants.mutation import Mutation
 
 _ATTEND = "src/tracefp4/ops/kv_attention/kernel.cu"
+_SPLIT_SUMS = "src/tracefp4/ops/kv_attention/splits.cuh"
 _PAGES = "src/tracefp4/ops/kv_attention/pages.cuh"
 _PLACES = "src/tracefp4/ops/kv_append/places.cuh"
 _ORDER = "src/tracefp4/formats/fragments.py"
@@ -42,17 +43,49 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="cache_warps_merged_before_all_are_done",
         fault="The largest scores of the warps are read without a barrier after they were written.",
-        path=_ATTEND,
-        old="    __syncthreads();\n    if (thread < COLUMNS) {\n        float m = LOWEST",
-        new="    if (thread < COLUMNS) {\n        float m = LOWEST",
+        path=_SPLIT_SUMS,
+        old="    __syncthreads();\n    if (thread >= COLUMNS) return;\n",
+        new="    if (thread >= COLUMNS) return;\n",
         tests=(_DECODING,),
     ),
     Mutation(
         name="cache_next_token_seen",
         fault="A query sees the token after its own.",
         path=_ATTEND,
-        old="token + g + 8 * (c / 2) < queries.num_visible",
-        new="token + g + 8 * (c / 2) <= queries.num_visible",
+        old="token + g + 8 * (c / 2) >= queries.num_visible",
+        new="token + g + 8 * (c / 2) > queries.num_visible",
+        tests=(_DECODING,),
+    ),
+    Mutation(
+        name="cache_last_tile_not_masked",
+        fault="A tile that holds a token that some query sees hides none from it.",
+        path=_ATTEND,
+        old="if (token + TILE > queries.seen_by_all)",
+        new="if (token >= queries.seen_by_all)",
+        tests=(_DECODING,),
+    ),
+    Mutation(
+        name="cache_split_looked_up_again",
+        fault="The tiles of a split are those of the split before it.",
+        path=_ATTEND,
+        old="later = number_in(next / SPLIT_TILES + 1);",
+        new="later = number_in(next / SPLIT_TILES);",
+        tests=(_SPLITS,),
+    ),
+    Mutation(
+        name="cache_exchanged_sums_overwritten",
+        fault="Warps write the next dims of their sums while others still read the last.",
+        path=_SPLIT_SUMS,
+        old="        }\n        __syncthreads();\n    }\n}\n",
+        new="        }\n    }\n}\n",
+        tests=(_DECODING, _SPLITS),
+    ),
+    Mutation(
+        name="cache_signs_moved_with_magnitudes",
+        fault="The sign of the high code of a byte is taken from two bits above.",
+        path=_PAGES,
+        old="chosen_bits(0x0E0E0E0Eu, word >> 2, word)",
+        new="chosen_bits(0x8E8E8E8Eu, word >> 2, word)",
         tests=(_DECODING,),
     ),
     Mutation(
@@ -66,16 +99,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="cache_splits_stored_in_one_place",
         fault="A block that takes several splits stores all of them at the place of its first.",
-        path=_ATTEND,
-        old="(int64_t)blockIdx.x * num_splits + split, first",
-        new="(int64_t)blockIdx.x * num_splits + blockIdx.z * block_splits, first",
+        path=_SPLIT_SUMS,
+        old="(int64_t)blockIdx.x * problem.num_splits + split;",
+        new="(int64_t)blockIdx.x * problem.num_splits + (int64_t)blockIdx.z * split;",
         tests=(_SPLITS,),
     ),
     Mutation(
         name="cache_unseen_split_folded",
         fault="A column takes part in a split of which it sees nothing.",
-        path=_ATTEND,
-        old="        if (merged.num_visible[column] <= split * SPLIT) continue;\n",
+        path=_SPLIT_SUMS,
+        old="    if (merged.num_visible[column] <= split * SPLIT) return;\n",
         new="",
         tests=(f"{_TESTS}::test_nan_in_a_split_reaches_only_those_who_see_it",),
     ),

@@ -176,7 +176,8 @@ def _shared(defines: Mapping[str, int | str]) -> int:
     head_dim, tiles, warps, stages = (int(defines[name]) for name in ("HEAD_DIM", "NT", "WARPS", "STAGES"))
     columns = 8 * tiles
     ring = warps * stages * _tile_bytes(head_dim, is_fp4=bool(defines["IS_FP4"]))
-    return ring + 4 * columns * (2 * (head_dim + 4) + 2 * warps + 5)
+    exchanged = head_dim // (2 if defines["IS_FP4"] else 4) + 4
+    return ring + 4 * columns * (warps * exchanged + head_dim + 3 * warps + 7)
 
 
 def _tile_bytes(head_dim: int, *, is_fp4: bool) -> int:

@@ -14,34 +14,7 @@
  * Defines: those of pages.cuh; QUERY, `enum dtype`; QUERY_PARTS; PROBABILITY_PARTS; ROUNDS; SPLIT; NT, tiles of 8 columns;
  * WARPS; MIN_BLOCKS, thread blocks that a multiprocessor must have room for; STAGES, at least 2. */
 
-#include "pages.cuh"
-
-enum {
-    COLUMNS = 8 * NT,
-    THREADS = WARPS * WARP,
-    SPLIT_TILES = SPLIT / TILE,
-    SHARE = SPLIT_TILES / WARPS, /* of a warp in a split */
-    STRIDE = HEAD_DIM + 4, /* between columns in shared memory: lanes of a warp write to different banks */
-    LIFT = IS_FP4 ? 15 : 0 /* probabilities are multiplied by 2^LIFT: fp16 then holds them down to 2^-39 */
-};
-static_assert(SPLIT_TILES % WARPS == 0, "every warp has the same share of a split, and none of two at a time");
-static_assert(SHARE <= WARP, "a lane looks up one tile of a split");
-#define LOWEST (-0x1p127f) /* m before any token */
-
-/* What one launch is about. */
-struct problem {
-    const void *queries;
-    const int64_t *table, *positions;
-    void *out;
-    float *partial, *partial_sums; /* [sequences, kv heads, splits, columns] of HEAD_DIM, and of (m, l); or null */
-    int num_queries, group, num_kv, num_pages, num_splits, num_columns;
-};
-
-/* Sums of a warp over its tiles of a split: o of dim 16 k + g + 8 (c / 2) and column 8 n + 2 j + c % 2, without 2^m. */
-struct sums {
-    float o[NT][BLOCKS][4];
-    float m[NT][2], l[NT][2];
-};
+#include "splits.cuh"
 
 /* The queries as B operands, and what turns their products with K into scores in units of log2. */
 struct queries {
@@ -50,17 +23,6 @@ struct queries {
     int num_visible[NT][2];
     int seen_by_all; /* the tokens that every column sees */
 };
-
-/* What all warps share. */
-struct merged {
-    float o[COLUMNS * STRIDE], total[COLUMNS * STRIDE];
-    float m_of_warp[WARPS][COLUMNS], l_of_warp[WARPS][COLUMNS];
-    float m[COLUMNS], l[COLUMNS], total_m[COLUMNS], total_l[COLUMNS];
-    int num_visible[COLUMNS];
-};
-
-/* 2^d for an integer d <= 0; 0 below 2^-126 and for NaN. */
-DEVICE float power_below_one(float d) { return float_of((uint32_t)((int)fmaxf(d, -127.0f) + 127) << 23); }
 
 /* Two 16-bit numbers, widened. */
 DEVICE float2 pair_of(uint32_t two, enum dtype dtype) {
@@ -241,91 +203,12 @@ DEVICE void add_tile(struct sums &sums, const struct queries &queries, const uin
     });
 }
 
-/* Add the warps' sums of a split, in their order, into merged.o, .m and .l. */
-DEVICE void merge_warps(struct merged &merged, struct sums &sums) {
-    int thread = (int)threadIdx.x, lane = thread % WARP, warp = thread / WARP, g = lane / 4, j = lane % 4;
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            for (int with = 4; with < WARP; with *= 2)
-                sums.l[n][i] += __shfl_xor_sync(FULL_MASK, sums.l[n][i], with);
-            if (g) continue;
-            merged.m_of_warp[warp][8 * n + 2 * j + i] = sums.m[n][i];
-            merged.l_of_warp[warp][8 * n + 2 * j + i] = sums.l[n][i];
-        }
-    __syncthreads();
-    if (thread < COLUMNS) {
-        float m = LOWEST, l = 0.0f;
-        for (int w = 0; w < WARPS; w++) m = fmaxf(m, merged.m_of_warp[w][thread]);
-        for (int w = 0; w < WARPS; w++)
-            l += merged.l_of_warp[w][thread] * power_below_one(merged.m_of_warp[w][thread] - m);
-        merged.m[thread] = m;
-        merged.l[thread] = l;
-    }
-    for (int w = 0; w < WARPS; w++) {
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                if (w != warp) continue;
-                int column = 8 * n + 2 * j + i;
-                float m = LOWEST;
-                for (int v = 0; v < WARPS; v++) m = fmaxf(m, merged.m_of_warp[v][column]);
-                float factor = power_below_one(sums.m[n][i] - m);
-#pragma unroll
-                for (int k = 0; k < BLOCKS; k++)
-#pragma unroll
-                    for (int c = i; c < 4; c += 2) {
-                        float *to = merged.o + column * STRIDE + 16 * k + g + 8 * (c / 2);
-                        *to = (w ? *to : 0.0f) + sums.o[n][k][c] * factor;
-                    }
-            }
-        __syncthreads();
-    }
-}
-
-/* The sum of a total and the next split, each without its 2^m. */
-DEVICE float folded(float total, float m_total, float part, float m_part) {
-    float m = fmaxf(m_total, m_part);
-    return total * power_below_one(m_total - m) + part * power_below_one(m_part - m);
-}
-
-/* Add the merged split to the totals of the columns that see some of it. */
-DEVICE void fold_split(struct merged &merged, int split) {
-    int thread = (int)threadIdx.x;
-    for (int i = thread; i < COLUMNS * HEAD_DIM; i += THREADS) {
-        int column = i / HEAD_DIM, at = column * STRIDE + i % HEAD_DIM;
-        if (merged.num_visible[column] <= split * SPLIT) continue;
-        merged.total[at] = folded(split ? merged.total[at] : 0.0f, merged.total_m[column], merged.o[at], merged.m[column]);
-    }
-    __syncthreads();
-    if (thread < COLUMNS && merged.num_visible[thread] > split * SPLIT) {
-        merged.total_l[thread] = folded(merged.total_l[thread], merged.total_m[thread], merged.l[thread], merged.m[thread]);
-        merged.total_m[thread] = fmaxf(merged.total_m[thread], merged.m[thread]);
-    }
-    __syncthreads();
-}
-
 DEVICE void store_result(const struct problem &problem, int64_t i, float o, float l, int value_exponent) {
     float x = o / l * power_of_two(CODE_EXPONENT) * power_of_two(value_exponent);
     if (QUERY == FLOAT32)
         static_cast<float *>(problem.out)[i] = x;
     else
         static_cast<uint16_t *>(problem.out)[i] = (uint16_t)(QUERY == BFLOAT16 ? bf16x2_of(x, x) : f16x2_of(x, x));
-}
-
-/* Store the sums of a split for `combine`. */
-DEVICE void store_partial(const struct problem &problem, const struct merged &merged, int64_t split, int first) {
-    for (int i = (int)threadIdx.x; i < COLUMNS * HEAD_DIM; i += THREADS) {
-        int column = i / HEAD_DIM, d = i % HEAD_DIM;
-        if (first + column >= problem.num_columns) return;
-        int64_t at = split * problem.num_columns + first + column;
-        problem.partial[at * HEAD_DIM + d] = merged.o[column * STRIDE + d];
-        if (d) continue;
-        problem.partial_sums[2 * at] = merged.m[column];
-        problem.partial_sums[2 * at + 1] = merged.l[column];
-    }
 }
 
 /* Grid: sequences times kv heads; tiles of columns; groups of `block_splits` splits, which a block takes in turn. Where
@@ -392,18 +275,14 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) attend(const void *query_rows, 
             read = current;
             current = current + TILE_BYTES == STAGES * TILE_BYTES ? 0 : current + TILE_BYTES;
         }
-        merge_warps(merged, sums);
-        if (partial)
-            store_partial(problem, merged, (int64_t)blockIdx.x * num_splits + split, first);
-        else
-            fold_split(merged, split);
+        merge_split(merged, sums, problem, split, first);
     }
     await_copies<0>();
     if (partial) return;
     for (int i = (int)threadIdx.x; i < COLUMNS * HEAD_DIM; i += THREADS) {
         int column = i / HEAD_DIM, d = i % HEAD_DIM;
         if (first + column >= problem.num_columns) return;
-        store_result(problem, row_of(problem, sequence, kv_head, first + column) + d, merged.total[column * STRIDE + d],
+        store_result(problem, row_of(problem, sequence, kv_head, first + column) + d, merged.total[column][d],
                      merged.total_l[column], value_exponent);
     }
 }
