@@ -52,13 +52,37 @@ def test_the_sums_of_four_columns():
 @pytest.mark.parametrize("name", ["secded", "bch32_2", "bch64_3", "bch512_6", "parity7"])
 def test_columns_are_found_by_their_tags(name):
     code = syndrome_code(name)
-    distance, shift, *found = numbers_on(code, torch.device("cpu"))[-2 - 2 * code.length :].tolist()
+    start = 5 + code.length + 64 * -(-code.length // 16)
+    distance, shift, *found = numbers_on(code, torch.device("cpu"))[start:][: 2 + 2 * code.length].tolist()
     columns, positions = found[: code.length], found[code.length :]
     assert distance == code.distance
     assert sorted(positions) == list(range(code.length))
     assert columns == [code.columns[j] for j in positions]
     if code.max_flips > 1:
         assert [column >> shift & code.length - 1 for column in columns] == list(range(code.length))
+
+
+def test_three_columns_are_found_by_their_sum():
+    code = syndrome_code("bch64_3")
+    start = 5 + code.length + 64 * 4 + 2 + 2 * code.length
+    num, *_ = (numbers := numbers_on(code, torch.device("cpu"))[start:])[:1].tolist()
+    assert numbers.numel() == 1 + num
+    table = numbers[1:].view(torch.int32)
+    assert table.numel() == 1 << 18
+    wanted = [0] * table.numel()
+    for i, first in enumerate(code.columns):
+        wanted[first >> 1] = i + 1
+        for j in range(i + 1, code.length):
+            for k in range(j + 1, code.length):
+                wanted[(first ^ code.columns[j] ^ code.columns[k]) >> 1] = i + 1 | j + 1 << 8 | k + 1 << 16
+    assert table.tolist() == wanted
+    assert table.count_nonzero() == 64 + 41664
+
+
+@pytest.mark.parametrize("name", ["secded", "bch32_4", "bch64_2", "bch128_3", "bch512_6", "parity61"])
+def test_other_codes_have_no_table(name):
+    code = syndrome_code(name)
+    assert numbers_on(code, torch.device("cpu"))[-1] == 0
 
 
 @needs_compiler

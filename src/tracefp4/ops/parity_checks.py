@@ -20,6 +20,8 @@ from tracefp4.coding import SyndromeCode
 
 _MEMBERS = 5
 """Numbers of `struct code` in syndromes.h before its columns."""
+_MAX_TABLE_BITS = 20
+"""Of syndromes whose sets of columns are listed: 2 MiB."""
 
 
 def syndromes_of_bits(bits_NK: Tensor, code: SyndromeCode) -> Tensor:
@@ -127,19 +129,45 @@ def numbers_on(code: SyndromeCode, device: torch.device) -> Tensor:
         device: Where; the first call for a device copies, later ones return the same tensor.
 
     Returns:
-        int64 [5 + length + 64 * ceil(length / 16) + 2 + 2 * length]: `code_numbers`; for every four columns (of a
+        int64 [5 + length + 64 * ceil(length / 16) + 3 + 2 * length + E]: `code_numbers`; for every four columns (of a
         length filled up with zeros to a multiple of 16) the XOR of those at which four bits have ones, for the 16
         values of these; the distance; how far to shift a column to the right so that its low bits are its tag; and the
         columns and their positions in the order of the tags. Tags are 0 .. length - 1, one for each column; a code
-        without any, which flips one bit at most, has its columns in their own order.
+        without any, which flips one bit at most, has its columns in their own order. Then E and `_triples`, as E numbers.
     """
     columns = functional.pad(code_numbers(code)[_MEMBERS:], (0, -code.length % 16)).view(-1, 4, 1)
     bits = torch.arange(16, device="cpu") >> torch.arange(4, device="cpu")[:, None] & 1
     sums = reduce(xor, (columns * bits).unbind(1))
     shift, positions = _tags(code)
     numbers = [code.distance, shift, *(code.columns[j] for j in positions), *positions]
-    tagged = torch.tensor(numbers, device="cpu")
-    return torch.cat([code_numbers(code), sums.flatten(), tagged]).to(device)
+    triples = _triples(code).view(torch.int64)
+    tagged = torch.tensor([*numbers, triples.numel()], device="cpu")
+    return torch.cat([code_numbers(code), sums.flatten(), tagged, triples]).to(device)
+
+
+def _triples(code: SyndromeCode) -> Tensor:
+    """Return which one or three columns add up to a sum of an odd number of them.
+
+    Args:
+        code: Any. It has a table if all its columns have bit 0, at most three or four are flipped, any two sets of
+            at most three and of at most four differ in their sums, and the table is small enough to stay in a cache.
+
+    Returns:
+        int32 [2^(num_bits - 1)] on the CPU, by sum >> 1: positions plus 1, ascending, a byte each from the lowest
+        on; 0 for sums of no one or three columns. Empty for a code without a table.
+    """
+    has_table = code.distance >= 8 and code.max_flips in (3, 4) and reduce(and_, code.columns) == 1
+    if not has_table or code.num_bits > _MAX_TABLE_BITS or not 32 < code.length < 255:
+        return torch.zeros(0, dtype=torch.int32, device="cpu")
+    columns = columns_of(code, torch.device("cpu"))
+    places = torch.arange(code.length, device="cpu")
+    table = torch.zeros(1 << code.num_bits - 1, dtype=torch.int32, device="cpu")
+    table[columns >> 1] = (places + 1).to(torch.int32)
+    three = torch.combinations(places, 3)
+    first, second, third = columns[three].unbind(1)
+    shifts = torch.tensor([0, 8, 16], device="cpu")
+    table[(first ^ second ^ third) >> 1] = (three + 1 << shifts).sum(1).to(torch.int32)
+    return table
 
 
 def _tags(code: SyndromeCode) -> tuple[int, list[int]]:

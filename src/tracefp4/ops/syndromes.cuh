@@ -2,7 +2,7 @@
  * bits each at a time, four bits a look-up. Definitions and layout: syndromes.h.
  *
  * A code is int64 numbers as ops/parity_checks.py: numbers_on writes them: `struct code`, then for every four columns the
- * XOR of those at which four bits have ones, for all 16 of these, and what finds a column again. */
+ * XOR of those at which four bits have ones, for all 16 of these, and what finds a column, or three of them, again. */
 
 #ifndef TRACEFP4_SYNDROMES_CUH
 #define TRACEFP4_SYNDROMES_CUH
@@ -19,6 +19,7 @@ struct code {
     int distance, shift;      /* of columns, and of their tags */
     const int64_t *by_tag;    /* columns */
     const int64_t *positions; /* of these */
+    const uint32_t *triples;  /* by half of a sum of columns: the one or three that have it; NULL without a table */
 };
 
 enum { PIECE = 16, MEMBERS_OF_CODE = 5 };
@@ -32,6 +33,8 @@ DEVICE struct code read_code(const int64_t *numbers) {
     found.shift = (int)tags[1];
     found.by_tag = tags + 2;
     found.positions = found.by_tag + found.length;
+    const int64_t *entries = found.positions + found.length;
+    found.triples = *entries ? reinterpret_cast<const uint32_t *>(entries + 1) : nullptr;
     return found;
 }
 

@@ -1,4 +1,4 @@
-/* Rows whose syndromes differ from the recorded ones, on a GPU: teams of lanes compare, look up the one or two flips that
+/* Rows whose syndromes differ from the recorded ones, on a GPU: teams of lanes compare, look up the few flips that
  * nothing else explains, and leave what is left to a warp that searches (search.cuh). decoding.py is the definition.
  *
  * Defines: those of rows.cuh; RULE and SCALES, `enum rule` and the codings of scale_cells.h; HAS_BAND; KEYS and
@@ -161,22 +161,21 @@ DEVICE void put_flipped(const struct place &place, const struct code_block &bloc
     if (result.codes) result.codes[at] = (uint8_t)candidate.flipped;
 }
 
-/* Flip the one or two values of a block that nothing else explains, if they are candidates and so few are near that all
+/* Flip the few values of a block that nothing else explains, if they are candidates and so few are near that all
  * of these are ranked; by the team of the block. Returns the difference that is left to search for. */
 DEVICE uint64_t flip_alone(const struct code &code, const struct place &place, const struct code_block &block,
                            uint64_t difference, const void *x, int width, float limit, const struct scratch &scratch,
                            const struct result &result, struct tally &tally) {
-    int tag, num = flips_alone(code, block.team, difference, &tag), lane = (int)threadIdx.x % block.team, near = 0;
-    int at = lane < num ? (int)code.positions[tag] : 0;
+    int at, num = flips_alone(code, block.team, difference, &at), lane = (int)threadIdx.x % block.team, near = 0;
     const int32_t *of_row = scratch.of_block + block.slot * (width / BLOCK);
-    for (int g = block.at / BLOCK + lane; num && g * BLOCK < block.at + block.n; g += block.team) near += of_row[g];
+    for (int g = block.at / BLOCK + lane; num > 0 && g * BLOCK < block.at + block.n; g += block.team) near += of_row[g];
     struct candidate candidate = {NO_CANDIDATE, 0.0f, 0};
     if (lane < num && at < block.n) candidate = candidate_at(place, block, at, x, width, limit, result);
     if (lane < num && !HAS_BAND && candidate.key >> INDEX_BITS >= NEAR) near = UNCOUNTED;
     if (lane < num && candidate.key == NO_CANDIDATE) near = UNKNOWN;
     for (int with = block.team / 2; with; with /= 2) near += __shfl_xor_sync(FULL_MASK, near, with);
     if (num == 0) return difference;
-    if (near >= UNKNOWN) {
+    if (num == NOTHING_EXPLAINS || near >= UNKNOWN) {
         tally.undecoded += block.is_first_lane;
         return 0;
     }

@@ -12,6 +12,7 @@
 #include "syndromes.cuh"
 
 enum {
+    NOTHING_EXPLAINS = -1, /* a number of flips */
     NEVER = 0x7FFFFFFF, /* above the cost of every set: a distance is 4096 at most */
     RANK_BITS = 6,
     RANK_MASK = (1 << RANK_BITS) - 1,
@@ -31,7 +32,7 @@ struct ranking {
 struct flips {
     int num;
     int32_t cost;
-    uint64_t ranks; /* RANK_BITS each, the last one lowest */
+    uint64_t ranks; /* RANK_BITS each */
 };
 
 DEVICE int rank_at(const struct flips &flips, int f) {
@@ -40,10 +41,27 @@ DEVICE int rank_at(const struct flips &flips, int f) {
 
 DEVICE int32_t cost_of(int32_t key) { return (key >> INDEX_BITS) * (key >> INDEX_BITS); }
 
-/* Look for the one or two flips that explain a difference where no other set does, by a team of lanes; every lane of the
- * warp calls it. Returns how many there are, 0 for none, and leaves a tag in as many of the team's first lanes. */
-DEVICE int flips_alone(const struct code &code, int team, uint64_t difference, int *tag) {
-    int lane = (int)threadIdx.x % team, found = -1, own = tag_of(code, difference);
+/* The columns that explain a difference, one, two or three of them, where a code has a table: positions plus 1 in bytes
+ * from the lowest on; 0 for none. A sum of two columns is looked up with the last column added: no other three have that. */
+DEVICE uint32_t explained_by(const struct code &code, uint64_t difference) {
+    if (difference & 1) return code.triples[difference >> 1];
+    uint32_t last = (uint32_t)code.length, found = code.triples[(difference ^ (uint64_t)code.column[last - 1]) >> 1];
+    if (found >> 16 == 0) return found ? found | last << 8 : 0;
+    return found >> 16 == last ? found & 0xFFFF : 0;
+}
+
+/* Look for the few flips that explain a difference where no other set does, by a team of lanes; every lane of the warp
+ * calls it. Returns how many there are, 0 for none, and leaves a position in as many of the team's first lanes. Where a
+ * code has a table, an odd number of flips is one of these or NOTHING_EXPLAINS. */
+DEVICE int flips_alone(const struct code &code, int team, uint64_t difference, int *position) {
+    int lane = (int)threadIdx.x % team;
+    if (code.triples) {
+        uint32_t found = difference ? explained_by(code, difference) : 0;
+        *position = (int)(found >> 8 * lane & 0xFF) - 1; /* teams have four lanes at least */
+        if (!found) return difference & 1 ? NOTHING_EXPLAINS : 0;
+        return 1 + (found >> 8 != 0) + (found >> 16 != 0);
+    }
+    int found = -1, own = tag_of(code, difference);
     int most_odd = code.max_flips, most_even = code.max_flips;
     if (code.common != 0) {
         most_odd -= (code.max_flips & 1) ^ 1;
@@ -51,13 +69,13 @@ DEVICE int flips_alone(const struct code &code, int team, uint64_t difference, i
     }
     int is_one = is_alone(code, 1, most_odd) && (uint64_t)code.by_tag[own] == difference;
     int looks = difference != 0 && !is_one && (difference & code.common) == 0 && is_alone(code, 2, most_even) && team > 1;
-    *tag = own;
+    *position = (int)code.positions[own];
     if (!__any_sync(FULL_MASK, looks)) return is_one;
     for (int t = lane; looks && t < code.length; t += team)
         if ((uint64_t)(code.by_tag[t] ^ code.by_tag[t ^ own]) == difference) found = t;
     for (int with = team / 2; with; with /= 2) found = most(found, __shfl_xor_sync(FULL_MASK, found, with));
     if (found < 0) return is_one;
-    *tag = lane ? found ^ own : found;
+    *position = (int)code.positions[lane ? found ^ own : found];
     return 2;
 }
 
@@ -124,6 +142,13 @@ DEVICE void find_one(const struct code &code, uint64_t difference, const int32_t
     *best = {1, cost_of(mine), 0};
 }
 
+/* The first of the lanes whose sets cost least; -1 if none beats the best set. */
+DEVICE int lane_of_cheapest(int32_t total, const struct flips &best) {
+    int32_t cheapest = __reduce_min_sync(FULL_MASK, total);
+    if (cheapest >= best.cost) return -1;
+    return __ffs((int)__ballot_sync(FULL_MASK, total == cheapest)) - 1;
+}
+
 /* Complete the chosen candidates by two or three at `from` or later, if that beats the best set. */
 DEVICE void complete(const struct code &code, const struct ranking *ranking, int num, int left, int from,
                      const struct flips &chosen, uint64_t difference, struct flips *best) {
@@ -150,14 +175,13 @@ DEVICE void complete(const struct code &code, const struct ranking *ranking, int
         if (left == 2 || (is_alone(code, chosen.num + left, chosen.num + left) && __any_sync(FULL_MASK, total != NEVER)))
             break;
     }
-    int32_t cheapest = __reduce_min_sync(FULL_MASK, total);
-    if (cheapest >= best->cost) return;
-    int first = __ffs((int)__ballot_sync(FULL_MASK, total == cheapest)) - 1;
+    int first = lane_of_cheapest(total, *best);
+    if (first < 0) return;
     second = __shfl_sync(FULL_MASK, second, first);
     last = __shfl_sync(FULL_MASK, last, first);
     uint64_t ranks = chosen.ranks << RANK_BITS | (uint64_t)first;
     if (left == 3) ranks = ranks << RANK_BITS | (uint64_t)second;
-    *best = {chosen.num + left, cheapest, ranks << RANK_BITS | (uint64_t)last};
+    *best = {chosen.num + left, __shfl_sync(FULL_MASK, total, first), ranks << RANK_BITS | (uint64_t)last};
 }
 
 /* Find the cheapest set of `size` of the ranked candidates, if that beats the best set. */
@@ -183,6 +207,25 @@ DEVICE void find_several(const struct code &code, const struct ranking *ranking,
     }
 }
 
+/* Find the cheapest four of the ranked candidates where a code has a table: one candidate leaves three columns. Of sets
+ * that cost the same, the one whose nearest candidate is nearest comes first, as in find_several. */
+DEVICE void find_four(const struct code &code, const struct ranking *ranking, int num, uint64_t difference,
+                      struct flips *best) {
+    int lane = (int)threadIdx.x % WARP;
+    uint32_t three = lane < num ? code.triples[(difference ^ ranking->column[lane]) >> 1] : 0;
+    int32_t total = three >> 16 ? cost_of(ranking->key[lane]) : NEVER;
+    uint32_t ranks = (uint32_t)lane;
+    for (int i = 0; i < 3 && total != NEVER; i++) {
+        uint64_t column = (uint64_t)code.column[(three >> 8 * i & 0xFF) - 1];
+        int place = ranking->place[tag_of(code, column)] - 1;
+        total = place > lane ? total + cost_of(ranking->key[place]) : NEVER;
+        ranks = ranks << RANK_BITS | (uint32_t)place;
+    }
+    int first = lane_of_cheapest(total, *best);
+    if (first < 0) return;
+    *best = {4, __shfl_sync(FULL_MASK, total, first), (uint64_t)__shfl_sync(FULL_MASK, ranks, first)};
+}
+
 /* Find the flips of a block from the keys that the lanes hold; num is 0 if nothing explains the difference. */
 template <int num_keys>
 DEVICE struct flips cheapest_flips(const struct code &code, uint64_t difference, const int32_t (&key)[num_keys],
@@ -199,7 +242,10 @@ DEVICE struct flips cheapest_flips(const struct code &code, uint64_t difference,
             num = rank(code, key, ranking);
             if (best.num) best.ranks = (uint64_t)(ranking->place[tag_of(code, difference)] - 1);
         }
-        find_several(code, ranking, num, size, difference, &best);
+        if (code.triples && size == 4)
+            find_four(code, ranking, num, difference, &best);
+        else
+            find_several(code, ranking, num, size, difference, &best);
     }
     return best;
 }
