@@ -12,6 +12,7 @@ from tracefp4.ops import nvrtc
 from tracefp4.ops.dequantize import dequantize
 from tracefp4.ops.expert_layer import device as kernels
 from tracefp4.ops.expert_layer import routes as routes_device
+from tracefp4.ops.expert_layer import tilings
 from tracefp4.ops.expert_layer.device import differences, refit_on_device, run_steps
 from tracefp4.ops.expert_layer.reference import round_rows
 from tracefp4.ops.expert_layer.routes import sort_pairs
@@ -53,6 +54,17 @@ def test_every_step_is_that_of_the_definition(emulate, tiling, tokens):
         again = run_steps(*operands(given), (tiling, False))
         assert torch.equal(again.h, first.h) and torch.equal(again.y, first.y)
         assert again.x.block_tensor is again.w2.block_tensor is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_experts_with_more_tokens_than_a_tile(emulate, name):
+    """Whole tiles of 128 tokens, more than half of one, less than half of one."""
+    given = case(PRECISIONS[name], tokens=150, hidden=416, inner=96)
+    assert torch.bincount(given.routing.ids.flatten()).tolist() == [149, 80, 71]
+    first = assert_right(given, tilings.WIDE)
+    emulate(3)
+    assert torch.equal(run_steps(*operands(given), (tilings.WIDE, False)).y, first.y)
 
 
 @needs_compiler

@@ -243,7 +243,6 @@ def _multiply(
         of_warp = tiling.row_tiles * (512 + 16 * GROUP // w.scheme.block_size)
         of_token = (GROUP + (8 if tiling.kind == "many" else 0)) * 2
         shared_bytes = stages * (8 * tiling.token_tiles * of_token + warps * of_warp)
-        shared_bytes += 1024 if tiling.kind == "wide" else 0  # to begin at a multiple of that
     defines = {
         "BLOCK": w.scheme.block_size,
         "NT": tiling.row_tiles,
@@ -252,7 +251,11 @@ def _multiply(
         "STAGES": stages,
         "MIN_BLOCKS": tiling.blocks,
     }
-    grid = (-(-tiles_of_rows // row_tiles), routes.tiles.shape[0])
+    grid: tuple[int, ...] = (-(-tiles_of_rows // row_tiles), routes.tiles.shape[0])
+    if tiling.kind == "wide":  # stages begin at a multiple of 1024; blocks take one tile after the other
+        shared_bytes += 1024 + 384 * warps * min(tiling.token_tiles, 8)
+        rest = (groups, *rest)
+        groups, grid = grid[1], (min(prod(grid), tiling.blocks * _multiprocessors(x.device)),)
     launch = Launch(f"{product}_{tiling.kind}", grid, 32 * warps, defines, shared_bytes)
     _PRODUCTS[tiling.kind].launch(
         launch, w.words, w.scales, w.exponents, x, *routes, groups, *rest, device=x.device

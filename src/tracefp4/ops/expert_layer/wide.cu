@@ -1,6 +1,7 @@
 /* Products of experts with very many tokens each, on sm_90: as in many.cu, every warp has row tiles of its own and dequantizes
  * them in registers, but four warps at a time multiply them asynchronously with the activations of 8 MT tokens in shared
- * memory. While the matrix units work on a step of 16 columns, the warps make the operands of the next.
+ * memory. While the matrix units work on a step of 16 columns, the warps make the operands of the next. A block takes one
+ * tile of rows and tokens after the other; while it stores one, copies of the next are under way.
  *
  * Activations lie in the order in which steps add them up (rows.cu, in_steps), as a lane's columns are those of four steps.
  *
@@ -12,19 +13,22 @@
 enum {
     TOKENS = 8 * MT,
     STEPS = GROUP / 16,
+    BEHIND = 2,                                    /* steps that go on while operands are made; less than STEPS */
     ROW_BYTES = GROUP * 2,
     TOKEN_BYTES = TOKENS * ROW_BYTES,              /* of a stage; a multiple of 1024 */
     COPY_TOKENS = WARPS * WARP / (GROUP / 8),      /* tokens of which all threads copy 16 bytes of a group at once */
     COPIES = TOKENS / COPY_TOKENS,
+    HALF = MT < 16 ? MT : MT / 2,                  /* tiles that are enough for few tokens */
     SCALE_COPIES = SCALES * 2 / 16,                /* of 16 bytes, per row tile and group */
     WORD_BYTES = NT * 512,
     WARP_BYTES = WORD_BYTES + NT * SCALES * 2,
+    STAGE_BYTES = TOKEN_BYTES + WARPS * WARP_BYTES,
     AHEAD = STAGES - 2,                            /* groups under way; the one before this is still being read */
     PART = MT < 8 ? MT : 8,                        /* tiles of tokens that a warp stores at once */
-    STORE_STRIDE = 48                              /* bytes: eight rows of 16 bytes meet all banks */
+    STORE_STRIDE = 48,                             /* bytes: eight rows of 16 bytes meet all banks */
+    STORE_BYTES = 8 * PART * STORE_STRIDE          /* of a warp, behind all stages */
 };
 static_assert(TOKENS % COPY_TOKENS == 0 && COPY_TOKENS % 8 == 0, "threads share the copies of a group evenly");
-static_assert(8 * PART * STORE_STRIDE <= STAGES * WARP_BYTES, "results of a warp take the place of its weights");
 
 /* What a thread copies in every group. */
 struct copies {
@@ -36,25 +40,27 @@ struct copies {
     int scale_start;
 };
 
-/* Tokens that are not there repeat the last one; what they give is not stored. 32 bits are enough for 64 GiB of x. */
-DEVICE struct copies find_copies(const uint16_t *x, const struct routes &routes, const struct tile &tile, int pairs_per_row,
-                                 int groups) {
-    struct copies copies;
-    copies.x = reinterpret_cast<const uint4 *>(x);
+/* Pairs of the tokens whose activations a thread copies. Tokens that are not there repeat the last one; what they give is not
+ * stored. */
+DEVICE void find_pairs(int (&pairs)[COPIES], const struct routes &routes, const struct tile &tile) {
 #pragma unroll
     for (int c = 0; c < COPIES; c++) {
         int token = least((int)threadIdx.x / (GROUP / 8) + c * COPY_TOKENS, tile.count - 1);
-        uint32_t row = (uint32_t)(routes.order[tile.first + token] / pairs_per_row);
-        copies.from[c] = row * (uint32_t)groups * (GROUP / 8) + threadIdx.x % (GROUP / 8);
+        pairs[c] = tile.expert < 0 ? 0 : routes.order[tile.first + token];
     }
-    return copies;
 }
 
-DEVICE void find_weights(struct copies &copies, const uint4 *words, const uint16_t *scales, int expert, int parts,
-                         int part_rows, int first, int groups) {
+/* 32 bits are enough for 64 GiB of x. */
+DEVICE void find_rows(struct copies &copies, const int (&pairs)[COPIES], int pairs_per_row, int groups) {
+#pragma unroll
+    for (int c = 0; c < COPIES; c++) {
+        uint32_t row = (uint32_t)pairs[c] / (uint32_t)pairs_per_row;
+        copies.from[c] = row * (uint32_t)groups * (GROUP / 8) + threadIdx.x % (GROUP / 8);
+    }
+}
+
+DEVICE void find_weights(struct copies &copies, int expert, int parts, int part_rows, int first, int groups) {
     int lane = (int)threadIdx.x % WARP;
-    copies.words = words + lane;
-    copies.scales = reinterpret_cast<const uint4 *>(scales) + lane % SCALE_COPIES;
 #pragma unroll
     for (int i = 0; i < NT; i++) copies.start[i] = first_group(i, expert, parts, part_rows, first, groups);
     copies.scale_start = first_group(lane / SCALE_COPIES % NT, expert, parts, part_rows, first, groups);
@@ -104,14 +110,23 @@ DEVICE void expand_step(const struct weights &weights, const uint32_t (&scale)[N
     }
 }
 
-/* Sums of the first so many tiles of tokens. */
+/* Begin to copy the first groups of a tile. */
+DEVICE void copy_first_groups(unsigned char *shared, const struct copies &copies, int count, int groups) {
+    for (int group = 0; group < AHEAD; group++)
+        if (MT < 16 || count > TOKENS / 2)
+            copy_group<MT>(shared, copies, group, groups);
+        else
+            copy_group<HALF>(shared, copies, group, groups);
+}
+
+/* Sums of the first so many tiles of tokens, whose first groups are being copied. */
 template <int tiles>
 DEVICE void multiply_tiles(float (&sum)[NT][MT][4], unsigned char *shared, const struct copies &copies, int groups) {
     uint32_t a[STEPS][NT][4];
-    for (int group = 0; group < AHEAD; group++) copy_group<tiles>(shared, copies, group, groups);
 #pragma unroll 1
     for (int group = 0; group < groups; group++) {
         await_copies<AHEAD - 1>();
+        show_copies();
         __syncwarp();
         struct weights weights = own_group(own_weights(shared, group));
         uint64_t tokens = rows_of_64(shared_address(shared + group % STAGES * TOKEN_BYTES));
@@ -123,12 +138,9 @@ DEVICE void multiply_tiles(float (&sum)[NT][MT][4], unsigned char *shared, const
         }
 #pragma unroll
         for (int t = 0; t < STEPS; t++) {
-            await_products<STEPS - 1>(); /* of this step in the group before, whose operands are overwritten */
+            await_products<BEHIND>(); /* this step of the group before is over, whose operands are overwritten */
             expand_step(weights, scale, t, a[t]);
-            if (t == 0) {
-                show_copies();
-                __syncthreads(); /* this group is there for all, and nobody reads the stage of the one before the last */
-            }
+            if (t == 0) __syncthreads(); /* this group is there for all; the stage of the one before the last is free */
             begin_products();
 #pragma unroll
             for (int i = 0; i < NT; i++)
@@ -139,6 +151,7 @@ DEVICE void multiply_tiles(float (&sum)[NT][MT][4], unsigned char *shared, const
     }
     await_products<0>();
     await_copies<0>();
+    show_copies();
 }
 
 /* A half of the tiles is enough for many an expert's last tokens. */
@@ -148,7 +161,7 @@ DEVICE void multiply_tile(float (&sum)[NT][MT][4], unsigned char *shared, const 
     if (MT < 16 || count > TOKENS / 2)
         multiply_tiles<MT>(sum, shared, copies, groups);
     else
-        multiply_tiles<MT < 16 ? MT : MT / 2>(sum, shared, copies, groups);
+        multiply_tiles<HALF>(sum, shared, copies, groups);
 #pragma unroll
     for (int i = 0; i < NT; i++)
 #pragma unroll
@@ -157,7 +170,7 @@ DEVICE void multiply_tile(float (&sum)[NT][MT][4], unsigned char *shared, const 
             for (int c = 0; c < 4; c++) settle(sum[i][m][c]);
 }
 
-/* Store a row tile; value(m, c) is sum c of tile m of tokens. `own` is where the warp's weights were. */
+/* Store a row tile; value(m, c) is sum c of tile m of tokens. `own` is the warp's memory for it. */
 template <class Value>
 DEVICE void store_tile(unsigned char *own, const struct routes &routes, const struct tile &tile, int row, int width,
                        uint16_t *out, Value value) {
@@ -165,7 +178,7 @@ DEVICE void store_tile(unsigned char *own, const struct routes &routes, const st
     if (row >= width) return;
 #pragma unroll
     for (int from = 0; from < MT; from += PART) {
-        __syncwarp(); /* weights, or the part before, have been read */
+        __syncwarp(); /* the part before has been read */
 #pragma unroll
         for (int m = 0; m < PART; m += 2) {
             uint32_t halves[4]; /* rows 0 .. 7 and 8 .. 15 of two tiles */
@@ -187,48 +200,101 @@ DEVICE void store_tile(unsigned char *own, const struct routes &routes, const st
     }
 }
 
+/* The operands of a product: `parts` matrices of `width` rows for every expert, and pairs_per_row rows of x for a token. */
+struct product {
+    const uint4 *words;
+    const uint16_t *scales;
+    const uint16_t *x;
+    struct routes routes;
+    int num_tiles, groups, parts, width, pairs_per_row;
+};
+
+/* Where a block's next tile of tokens lies in the list; blocks of rows of one tile of tokens are neighbours, and run at the
+ * same time. */
+DEVICE uint2 find_tile(const struct product &product, int item, int row_blocks) {
+    int at = item / row_blocks;
+    if (at >= product.num_tiles) return make_uint2(~0u, 0);
+    return make_uint2((uint32_t)product.routes.tiles[2 * at], (uint32_t)product.routes.tiles[2 * at + 1]);
+}
+
+DEVICE struct tile tile_at(const struct product &product, uint2 found) {
+    struct tile tile = {(int)found.x, (int)found.y, 0};
+    if (tile.expert >= 0) tile.count = least(TOKENS, product.routes.offsets[tile.expert + 1] - tile.first);
+    return tile;
+}
+
+/* Compute all tiles of a block; store(sum, tile, first, own) gets the sums of rows from tile `first` of a part on. What the
+ * next tiles need of the lists is read long before it is used. */
+template <class Store> DEVICE void multiply_all(unsigned char *shared, const struct product &product, Store store) {
+    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP, of_warp = NT / product.parts;
+    int row_blocks = (product.width / TILE_ROWS + WARPS * of_warp - 1) / (WARPS * of_warp), item = (int)blockIdx.x;
+    struct tile tile = tile_at(product, find_tile(product, item, row_blocks));
+    struct tile next = tile_at(product, find_tile(product, item + (int)gridDim.x, row_blocks));
+    struct copies copies;
+    copies.x = reinterpret_cast<const uint4 *>(product.x);
+    copies.words = product.words + lane;
+    copies.scales = reinterpret_cast<const uint4 *>(product.scales) + lane % SCALE_COPIES;
+    int pairs[COPIES], first = (item % row_blocks * WARPS + warp) * of_warp;
+    if (tile.expert < 0) return;
+    find_pairs(pairs, product.routes, tile);
+    find_rows(copies, pairs, product.pairs_per_row, product.groups);
+    find_weights(copies, tile.expert, product.parts, product.width, first, product.groups);
+    copy_first_groups(shared, copies, tile.count, product.groups);
+    for (;;) {
+        float sum[NT][MT][4];
+        find_pairs(pairs, product.routes, next);
+        uint2 after = find_tile(product, item + 2 * (int)gridDim.x, row_blocks);
+        multiply_tile(sum, shared, copies, tile.count, product.groups);
+        __syncthreads(); /* nobody reads a stage any more */
+        item += (int)gridDim.x;
+        int next_first = (item % row_blocks * WARPS + warp) * of_warp;
+        if (next.expert >= 0) {
+            find_rows(copies, pairs, product.pairs_per_row, product.groups);
+            find_weights(copies, next.expert, product.parts, product.width, next_first, product.groups);
+            copy_first_groups(shared, copies, next.count, product.groups);
+        }
+        struct tile last = tile_at(product, after);
+        store(sum, tile, first, shared + STAGES * STAGE_BYTES + warp * STORE_BYTES);
+        if (next.expert < 0) return;
+        tile = next;
+        first = next_first;
+        next = last;
+    }
+}
+
 /* The shared memory from the first multiple of 1024 on. */
 DEVICE unsigned char *from_1024(unsigned char *shared) { return shared + (0u - shared_address(shared)) % 1024; }
 
 /* As gate_up_few. */
 KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) gate_up_wide(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
                                                   const uint16_t *x, const int *order, const int *offsets,
-                                                  const int *tiles, int groups, int width, int top_k, uint16_t *h) {
+                                                  const int *tiles, int num_tiles, int groups, int width, int top_k,
+                                                  uint16_t *h) {
     await_earlier();
     DYNAMIC_SHARED(unsigned char, shared);
-    struct routes routes = {order, offsets, tiles};
-    struct tile tile = read_tile(routes, (int)blockIdx.y);
-    if (tile.expert < 0) return;
-    int first = ((int)blockIdx.x * WARPS + (int)threadIdx.x / WARP) * (NT / 2);
-    float sum[NT][MT][4], factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
-    struct copies copies = find_copies(x, routes, tile, top_k, groups);
-    find_weights(copies, words, scales, tile.expert, 2, width, first, groups);
-    shared = from_1024(shared);
-    multiply_tile(sum, shared, copies, tile.count, groups);
+    struct product product = {words, scales, x, {order, offsets, tiles}, num_tiles, groups, 2, width, top_k};
+    multiply_all(from_1024(shared), product, [&](auto &sum, const struct tile &tile, int first, unsigned char *own) {
+        float factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
 #pragma unroll
-    for (int i = 0; i < NT / 2; i++)
-        store_tile(own_weights(shared, 0), routes, tile, (first + i) * TILE_ROWS, width, h, [&](int m, int c) {
-            return swiglu(sum[i][m][c] * factor, sum[NT / 2 + i][m][c] * factor);
-        });
+        for (int i = 0; i < NT / 2; i++)
+            store_tile(own, product.routes, tile, (first + i) * TILE_ROWS, width, h, [&](int m, int c) {
+                return swiglu(sum[i][m][c] * factor, sum[NT / 2 + i][m][c] * factor);
+            });
+    });
 }
 
 /* As down_few. */
 KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) down_wide(const uint4 *words, const uint16_t *scales, const int8_t *exponents,
                                                const uint16_t *h, const int *order, const int *offsets,
-                                               const int *tiles, int groups, int width, uint16_t *y) {
+                                               const int *tiles, int num_tiles, int groups, int width, uint16_t *y) {
     await_earlier();
     DYNAMIC_SHARED(unsigned char, shared);
-    struct routes routes = {order, offsets, tiles};
-    struct tile tile = read_tile(routes, (int)blockIdx.y);
-    if (tile.expert < 0) return;
-    int first = ((int)blockIdx.x * WARPS + (int)threadIdx.x / WARP) * NT;
-    float sum[NT][MT][4], factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
-    struct copies copies = find_copies(h, routes, tile, 1, groups);
-    find_weights(copies, words, scales, tile.expert, 1, width, first, groups);
-    shared = from_1024(shared);
-    multiply_tile(sum, shared, copies, tile.count, groups);
+    struct product product = {words, scales, h, {order, offsets, tiles}, num_tiles, groups, 1, width, 1};
+    multiply_all(from_1024(shared), product, [&](auto &sum, const struct tile &tile, int first, unsigned char *own) {
+        float factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
 #pragma unroll
-    for (int i = 0; i < NT; i++)
-        store_tile(own_weights(shared, 0), routes, tile, (first + i) * TILE_ROWS, width, y,
-                   [&](int m, int c) { return sum[i][m][c] * factor; });
+        for (int i = 0; i < NT; i++)
+            store_tile(own, product.routes, tile, (first + i) * TILE_ROWS, width, y,
+                       [&](int m, int c) { return sum[i][m][c] * factor; });
+    });
 }
