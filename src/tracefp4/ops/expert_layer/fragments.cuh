@@ -33,13 +33,14 @@ DEVICE uint32_t scale_pair(uint32_t byte) {
     return twice(byte << 7 | (((byte + 1) & 0xFE) == 0 ? 0x40 : 0)); /* 0: the subnormal 2^-127; 0xFF: NaN */
 }
 
-/* A word of codes and the scales of its two rows as the A operand of a 16 x 16 tile. */
+/* A word of codes and the scales of its two rows as the A operand of a 16 x 16 tile. A product puts a code at two places, its
+ * sign where it belongs in one of them, its magnitude in the other; no sum in it carries. */
 DEVICE void expand(uint32_t word, const uint32_t (&scale)[2], uint32_t (&a)[4]) {
-    const uint32_t SIGN = 0x80008000u, MAGNITUDE = 0x01C001C0u;
-    a[0] = (word << 12 & SIGN) | (word << 6 & MAGNITUDE);
-    a[1] = (word << 8 & SIGN) | (word << 2 & MAGNITUDE);
-    a[2] = (word << 4 & SIGN) | (word >> 2 & MAGNITUDE);
-    a[3] = (word & SIGN) | (word >> 6 & MAGNITUDE);
+    const uint32_t BITS = 0x81C081C0u, upper = word >> 8;
+    a[0] = (word & 0x000F000Fu) * ((1u << 12) + (1u << 6)) & BITS;
+    a[1] = (word & 0x00F000F0u) * ((1u << 8) + (1u << 2)) & BITS;
+    a[2] = (upper & 0x000F000Fu) * ((1u << 12) + (1u << 6)) & BITS;
+    a[3] = (upper & 0x00F000F0u) * ((1u << 8) + (1u << 2)) & BITS;
     for (int p = 0; p < 4; p++) {
         if (BLOCK == 32) a[p] = mul_bf16x2(a[p], twice(TWO_TO_126)); /* a scale may be as large as 2^127 */
         a[p] = mul_bf16x2(a[p], scale[p % 2]);
