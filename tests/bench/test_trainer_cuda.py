@@ -10,7 +10,10 @@ from tracefp4.bench import trainer
 from tracefp4.rl.config import ModelConfig
 from tracefp4.rl.placement import placement_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SYNC = "called a synchronizing CUDA operation"
 

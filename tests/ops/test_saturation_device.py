@@ -71,6 +71,7 @@ def test_the_file_compiles_for(architecture):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", sorted(SCHEMES))
 def test_the_kernel_runs_on_a_gpu(name):
     for is_recorded in (False, True):

@@ -55,6 +55,8 @@ class GatheredRouting:
 class _Index:
     """Where every place finds its row."""
 
+    present: tuple[bool, ...]
+    """Which records have rows."""
     rows: Tensor
     """int64 [places], row in the concatenation of the records; 0 where not valid."""
     valid: Tensor
@@ -86,6 +88,7 @@ class RecordRows:
         self._owners = owners.cpu()
         self._positions = positions.cpu()
         self._indices: dict[tuple[bool, ...], _Index] = {}
+        self._valid: dict[tuple[tuple[bool, ...], int], Tensor] = {}
         self._sites: dict[Site, GatheredSite | None] = {}
         self._routing: list[GatheredRouting | None] = []
 
@@ -132,9 +135,10 @@ class RecordRows:
             exponent=exponent,
         )
         self._check_scales(part, valid)
-        return GatheredSite(
-            part=part.on(self._device), valid=upload(valid, self._device), num_places=index.num_valid
-        )
+        key = (index.present, first.rows_per_token)
+        if key not in self._valid:  # the same for most sites
+            self._valid[key] = upload(valid, self._device)
+        return GatheredSite(part=part.on(self._device), valid=self._valid[key], num_places=index.num_valid)
 
     def _check_scales(self, part: SiteRecord, valid: Tensor) -> None:
         """One look at all rows; the records are asked one by one only to name what is wrong."""
@@ -185,14 +189,14 @@ class RecordRows:
                 flags.append(record.valid)
         if total == 0:
             empty = torch.zeros_like(self._positions)
-            return _Index(rows=empty, valid=empty.bool(), num_valid=0)
+            return _Index(present=present, rows=empty, valid=empty.bool(), num_valid=0)
         owners = self._owners.clamp(min=0)
         relative = self._positions - torch.tensor(starts, device="cpu")[owners]
         inside = (self._positions >= 0) & (self._owners >= 0)
         inside &= (relative >= 0) & (relative < torch.tensor(lengths, device="cpu")[owners])
         rows = torch.where(inside, torch.tensor(offsets, device="cpu")[owners] + relative, 0)
         valid = inside & torch.cat(flags)[rows]
-        return _Index(rows=rows, valid=valid, num_valid=int(valid.sum()))
+        return _Index(present=present, rows=rows, valid=valid, num_valid=int(valid.sum()))
 
 
 def _selected(arrays: list[Tensor], rows: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from tracefp4.errors import RecordError
 from tracefp4.formats.block import NVFP4
 from tracefp4.formats.scheme import MAX_EXPONENT, MIN_EXPONENT
 from tracefp4.guidance.payload import GuideParts, encode_block_scales, encode_codes, guide_parts
-from tracefp4.ops.upload import upload
+from tracefp4.ops.upload import upload_together
 
 FULL = "full"
 """Codec of records as the rollout makes them: every code and scale byte as it was."""
@@ -83,11 +83,10 @@ class SiteRecord:
 
     def on(self, device: torch.device) -> SiteRecord:
         """The same rows on a device; the copies are queued behind its work (`ops.upload`)."""
+        held = [part for part in (self.payload, self.block_scales, self.exponent) if part is not None]
+        payload, block_scales, *exponent = upload_together(held, device)
         return replace(
-            self,
-            payload=upload(self.payload, device),
-            block_scales=upload(self.block_scales, device),
-            exponent=None if self.exponent is None else upload(self.exponent, device),
+            self, payload=payload, block_scales=block_scales, exponent=exponent[0] if exponent else None
         )
 
     @property
