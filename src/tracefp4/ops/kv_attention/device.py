@@ -33,7 +33,7 @@ _ENOUGH_BLOCKS = 1056
 """Thread blocks that fill a large GPU twice over, four on a multiprocessor; beyond them, blocks take several splits
 each."""
 _WARPS = 4
-_SHARED_BYTES = {True: 48 << 10, False: 96 << 10}
+_SHARED_BYTES = {True: 54 << 10, False: 96 << 10}
 """Shared memory for tiles on their way, for FP4 and for bf16: three or four blocks fit on a multiprocessor, or two."""
 _MAX_STAGES = 4
 ROUNDED = 3.05 * 2.0**-8
@@ -176,7 +176,7 @@ def _shared(defines: Mapping[str, int | str]) -> int:
     head_dim, tiles, warps, stages = (int(defines[name]) for name in ("HEAD_DIM", "NT", "WARPS", "STAGES"))
     columns = 8 * tiles
     ring = warps * stages * _tile_bytes(head_dim, is_fp4=bool(defines["IS_FP4"]))
-    exchanged = head_dim // (2 if defines["IS_FP4"] else 4) + 4
+    exchanged = (64 if defines["IS_FP4"] else head_dim // 4) + 4
     return ring + 4 * columns * (warps * exchanged + head_dim + 3 * warps + 7)
 
 

@@ -67,21 +67,26 @@ DEVICE int visible(const struct problem &problem, int sequence, int column, int 
     return (int)position + 1;
 }
 
-/* The tokens that all columns see; whatever is none does not count. */
-DEVICE int seen_by_all(const struct queries &queries, const struct problem &problem, int first) {
-    int lane = (int)threadIdx.x % WARP, least_of_all = 0x7FFFFFFF;
+/* Load what the columns see; returns the tokens that any of them sees. */
+DEVICE int load_visible(struct queries &queries, const struct problem &problem, int sequence, int first, int page_tokens) {
+    int j = (int)threadIdx.x % 4, most_of_all = 0, least_of_all = 0x7FFFFFFF;
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++)
-            if (first + 8 * n + 2 * (lane % 4) + i < problem.num_columns)
-                least_of_all = least(least_of_all, queries.num_visible[n][i]);
+        for (int i = 0; i < 2; i++) {
+            int column = first + 8 * n + 2 * j + i, tokens = visible(problem, sequence, column, page_tokens);
+            queries.num_visible[n][i] = tokens;
+            most_of_all = most(most_of_all, tokens);
+            if (column < problem.num_columns) least_of_all = least(least_of_all, tokens);
+        }
     least_of_all = least(least_of_all, __shfl_xor_sync(FULL_MASK, least_of_all, 1));
-    return least(least_of_all, __shfl_xor_sync(FULL_MASK, least_of_all, 2));
+    queries.seen_by_all = least(least_of_all, __shfl_xor_sync(FULL_MASK, least_of_all, 2));
+    most_of_all = most(most_of_all, __shfl_xor_sync(FULL_MASK, most_of_all, 1));
+    return most(most_of_all, __shfl_xor_sync(FULL_MASK, most_of_all, 2));
 }
 
 DEVICE void load_queries(struct queries &queries, const struct problem &problem, int sequence, int kv_head, int first,
-                         int key_exponent, float scale, int page_tokens) {
+                         int key_exponent, float scale) {
     int lane = (int)threadIdx.x % WARP, g = lane / 4, j = lane % 4;
 #pragma unroll
     for (int n = 0; n < NT; n++) {
@@ -108,21 +113,8 @@ DEVICE void load_queries(struct queries &queries, const struct problem &problem,
             int exponent = CODE_EXPONENT + key_exponent - __shfl_sync(FULL_MASK, shift, 4 * (2 * j + i));
             /* beyond these all scores are next to 0, or so far apart that one of them has all the weight */
             queries.factor[n][i] = power_of_two(most(-122, least(exponent, 127))) * scale;
-            queries.num_visible[n][i] = visible(problem, sequence, first + 8 * n + 2 * j + i, page_tokens);
         }
     }
-    queries.seen_by_all = seen_by_all(queries, problem, first);
-}
-
-/* The tokens that any of the block's columns sees. */
-DEVICE int most_visible(const struct queries &queries) {
-    int most_of_all = 0;
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) most_of_all = most(most_of_all, queries.num_visible[n][i]);
-    most_of_all = most(most_of_all, __shfl_xor_sync(FULL_MASK, most_of_all, 1));
-    return most(most_of_all, __shfl_xor_sync(FULL_MASK, most_of_all, 2));
 }
 
 /* Raise m where a score lies above it, and rescale what was added under the old one. */
@@ -229,8 +221,8 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) attend(const void *query_rows, 
     struct pages pages =
         pages_of(keys, key_scales, values, value_scales, (int64_t)kv_head * num_frames * tiles_per_page, lane);
     struct queries queries;
-    load_queries(queries, problem, sequence, kv_head, first, key_exponent, scale, tiles_per_page * TILE);
-    int num_tiles = (most_visible(queries) + TILE - 1) / TILE, split = (int)blockIdx.z * block_splits;
+    int num_tokens = load_visible(queries, problem, sequence, first, tiles_per_page * TILE);
+    int num_tiles = (num_tokens + TILE - 1) / TILE, split = (int)blockIdx.z * block_splits;
     int last = least(split + block_splits, (num_tiles + SPLIT_TILES - 1) / SPLIT_TILES);
     if (split * SPLIT_TILES >= num_tiles) return; /* `combine` does not read it either */
     if ((int)threadIdx.x < COLUMNS) {
@@ -263,6 +255,7 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) attend(const void *query_rows, 
         later = number_in(next / SPLIT_TILES + 1);
     };
     for (int s = 0; s < STAGES - 1; s++) copy_next(s * TILE_BYTES);
+    load_queries(queries, problem, sequence, kv_head, first, key_exponent, scale); /* while tiles are under way */
     for (int current = 0, read = (STAGES - 1) * TILE_BYTES; split < last; split++) {
         struct sums sums = {};
 #pragma unroll

@@ -13,8 +13,8 @@ enum {
     THREADS = WARPS * WARP,
     SPLIT_TILES = SPLIT / TILE,
     SHARE = SPLIT_TILES / WARPS, /* of a warp in a split */
-    MERGED_BLOCKS = IS_FP4 ? BLOCKS / 2 : BLOCKS / 4, /* whose sums the warps exchange at a time */
-    MERGED_DIMS = 16 * MERGED_BLOCKS,
+    MERGED_DIMS = IS_FP4 ? 64 : HEAD_DIM / 4, /* whose sums the warps exchange at a time */
+    MERGED_BLOCKS = MERGED_DIMS / 16,
     MERGED_STRIDE = MERGED_DIMS + 4, /* between columns: lanes of a warp write to different banks */
     LIFT = IS_FP4 ? 15 : 0 /* probabilities are multiplied by 2^LIFT: fp16 then holds them down to 2^-39 */
 };
