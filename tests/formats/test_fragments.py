@@ -1,11 +1,19 @@
 """Fragment order: a permutation of the bytes of each tile; a lane's words are what mma.m16n8k16 asks of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.assertions import assert_bitwise
 
 from tracefp4.errors import FormatError
-from tracefp4.formats.fragments import byte_places, from_fragments, has_fragments, to_fragments
+from tracefp4.formats.fragments import (
+    MAGNITUDE_BITS,
+    byte_places,
+    from_fragments,
+    has_fragments,
+    to_fragments,
+)
 from tracefp4.formats.schemes import MXFP4_FLOOR, NVFP4_KV, NVFP4_ROW_POW2
 from tracefp4.formats.tensor import BlockTensor
 
@@ -89,3 +97,9 @@ def test_sizes_without_a_fragment_order_are_refused():
             scheme=NVFP4_KV,
             kind="k",
         )
+
+
+def test_without_the_bits_of_signs_pages_hold_magnitudes():
+    pages = to_fragments(random_pages(), "v")
+    plain = from_fragments(replace(pages, packed=pages.packed & MAGNITUDE_BITS))
+    assert torch.equal(plain.codes(), from_fragments(pages).codes() & 7)

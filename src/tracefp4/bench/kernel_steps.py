@@ -17,7 +17,7 @@ from tracefp4.bench.replay import Call
 from tracefp4.bench.row import Check
 from tracefp4.bench.traffic import BF16, NVFP4, append, decode_attention, head
 from tracefp4.formats import NVFP4_KV
-from tracefp4.formats.fragments import FragmentPages, Kind
+from tracefp4.formats.fragments import MAGNITUDE_BITS, FragmentPages, Kind
 from tracefp4.ops.backend import Backend
 from tracefp4.ops.kv_append import kv_append, kv_quantize_append
 from tracefp4.ops.kv_attention import kv_attention
@@ -131,7 +131,7 @@ def check_attention(got: Tensor, queries: Tensor, pages: LayerPages, where: Wher
     """Compare the first sequence with float64 attention over the dequantized pages."""
     values = pages.values
     assert isinstance(values, FragmentPages)
-    magnitudes = LayerPages(keys=pages.keys, values=replace(values, packed=values.packed & 0x7E))
+    magnitudes = LayerPages(keys=pages.keys, values=replace(values, packed=values.packed & MAGNITUDE_BITS))
     first = Where(page_table=where["page_table"][:1], positions=where["positions"][:1])
     error = error_of(got[:1], queries[:1], (pages, magnitudes), first)
     return Check(error=error, allowed=ROUNDED, text="of the weighted magnitudes of V, from float64")

@@ -36,6 +36,8 @@ TILE_TOKENS = 16
 HEAD_DIM_STEP = 64
 """Head dims are multiples of this: four blocks are one 16-byte load of a lane."""
 BLOCK_SIZE = 16
+MAGNITUDE_BITS = 0x3F
+"""Of a byte of codes: all but the two signs."""
 Kind = Literal["k", "v"]
 
 
