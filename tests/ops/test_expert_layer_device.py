@@ -1,5 +1,7 @@
 """The GPU kernels of the expert layer, run on the processor: bytes against the reference, products against float64."""
 
+from itertools import product
+
 import pytest
 import torch
 from tests.emulation.emulator import COMPILER, Emulator
@@ -188,14 +190,14 @@ def test_lists_are_a_stable_sort(emulate, monkeypatch, num_experts, order, num_t
 @needs_compiler
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "static"])
 def test_many_rows_are_rounded_as_few(emulate, name):
-    """A thread holds several blocks; the widest row has more than all threads hold."""
+    """A thread holds several blocks; the widest row has more than all threads hold. In steps, lanes exchange values."""
     torch.manual_seed(0)
     for order, (num_rows, width) in enumerate([(3, 96), (2, 1120), (1, 33_024), (0, 64)]):
         emulate(order)
         x = (torch.randn(num_rows, width) * 2.0 ** torch.randint(-20, 20, (num_rows, 1))).bfloat16()
         wanted = round_rows(x, PRECISIONS[name], "x")
-        for many in (False, True):
-            got = kernels._round_rows(x, PRECISIONS[name], "x", True, many=many)
+        for many, in_steps in product((False, True), repeat=2):
+            got = kernels._round_rows(x, PRECISIONS[name], "x", True, in_steps=in_steps, many=many)
             assert torch.equal(got.values[:, :width].float(), wanted.values)
             assert not got.values[:, width:].any()
             for part in ("packed", "block_scales", "outer"):

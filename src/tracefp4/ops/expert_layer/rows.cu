@@ -18,32 +18,58 @@ enum { HELD = 4 /* blocks of a thread that stay in registers, where rows are man
 /* Where a row goes: values [.., padded], zeros beyond the width; packed, block_scales and outer may be null, all or none. */
 struct target {
     uint16_t *values;
-    int padded, in_steps; /* whether columns lie in the order in which steps of 16 add them up */
+    int padded, in_steps; /* whether columns 16j + 2i and + 1 of a group lie at 8i + 2j and + 1, as steps of 16 take them */
     uint8_t *packed, *block_scales;
     int8_t *outer;
 };
 
-/* Eight values of a row, columns 8 e on. In steps, columns 16j + 2i and + 1 of a group lie at 8i + 2j and + 1. */
-DEVICE void store_eight(const struct target &target, int e, const uint4 &eight) {
-    uint16_t *row = target.values + (int64_t)blockIdx.x * target.padded;
-    if (!target.in_steps) {
-        *reinterpret_cast<uint4 *>(row + 8 * e) = eight;
-        return;
+enum { SHARERS = GROUP / BLOCK /* of a group */, PAIRS = BLOCK / 2 };
+
+/* Store a lane's block b of a row in steps, as words[8 j + i] = columns 16j + 2i and + 1 of it, together with the lanes
+ * that have the other blocks of its group: in each round a lane and a neighbour give one another half of their words, until
+ * each has all of 4 i in a row. The whole warp comes along; `is_there` says whether the block has a place. */
+DEVICE void store_in_steps(const struct target &target, uint32_t (&words)[PAIRS], int b, bool is_there) {
+    int lane = (int)threadIdx.x % SHARERS, first = 0;
+#pragma unroll
+    for (int by = 1, runs = 8, run = PAIRS / 8; by < SHARERS; by *= 2, runs /= 2, run *= 2) {
+        bool is_upper = lane & by;
+        uint32_t kept[PAIRS];
+#pragma unroll
+        for (int i = 0; i < runs / 2; i++)
+#pragma unroll
+            for (int k = 0; k < run; k++) {
+                uint32_t low = run == PAIRS / 8 ? words[k * 8 + i] : words[i * run + k];
+                uint32_t high = run == PAIRS / 8 ? words[k * 8 + i + runs / 2] : words[(i + runs / 2) * run + k];
+                uint32_t mine = is_upper ? high : low, got = __shfl_xor_sync(FULL_MASK, is_upper ? low : high, by);
+                kept[i * 2 * run + k] = is_upper ? got : mine;
+                kept[i * 2 * run + run + k] = is_upper ? mine : got;
+            }
+#pragma unroll
+        for (int w = 0; w < PAIRS; w++) words[w] = kept[w];
+        first = is_upper ? first + runs / 2 : first;
     }
-    uint32_t *to = reinterpret_cast<uint32_t *>(row) + e / 8 * (GROUP / 2) + e % 2 * 16 + e / 2 % 4;
-    to[0] = eight.x;
-    to[4] = eight.y;
-    to[8] = eight.z;
-    to[12] = eight.w;
+    if (!is_there) return;
+    uint4 *to = reinterpret_cast<uint4 *>(target.values + (int64_t)blockIdx.x * target.padded) + b / SHARERS * (GROUP / 8) + first;
+#pragma unroll
+    for (int i = 0; i < PAIRS / 4; i++) to[i] = make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
 }
 
 DEVICE void round_block(const struct values &values, const void *x, int b, int num_blocks, int exponent,
                         const struct target &target) {
     int64_t block = (int64_t)blockIdx.x * num_blocks + b;
-    struct encoded encoded = encode(values, x, block, outer_of(exponent), nullptr);
-    for (int w = 0; w < BLOCK / 8; w++)
-        store_eight(target, b * (BLOCK / 8) + w, bf16_values(encoded.word[w], encoded.decode_scale));
-    if (target.packed) store_block(encoded, block, target.block_scales, target.packed);
+    uint4 *to = reinterpret_cast<uint4 *>(target.values + (int64_t)blockIdx.x * target.padded) + b * (BLOCK / 8);
+    uint32_t words[PAIRS] = {};
+    if (b < num_blocks) {
+        struct encoded encoded = encode(values, x, block, outer_of(exponent), nullptr);
+#pragma unroll
+        for (int w = 0; w < BLOCK / 8; w++) {
+            uint4 eight = bf16_values(encoded.word[w], encoded.decode_scale);
+            words[4 * w] = eight.x, words[4 * w + 1] = eight.y, words[4 * w + 2] = eight.z, words[4 * w + 3] = eight.w;
+            if (!target.in_steps) to[w] = eight;
+        }
+        if (target.packed) store_block(encoded, block, target.block_scales, target.packed);
+    }
+    if (target.in_steps) store_in_steps(target, words, b, b < target.padded / BLOCK);
 }
 
 /* One row per thread block. `exponent` is the outer one, or 128 where each row finds its own. All that is held of a row is
@@ -51,6 +77,8 @@ DEVICE void round_block(const struct values &values, const void *x, int b, int n
 template <int held> DEVICE void quantize_row(const void *x, int width, int exponent, const struct target &target) {
     int num_blocks = width / BLOCK, mine = (int)threadIdx.x, step = (int)blockDim.x;
     int64_t first = (int64_t)blockIdx.x * num_blocks;
+    int end = target.in_steps ? target.padded / BLOCK : num_blocks; /* a warp stays together in steps */
+    int begin = target.in_steps ? mine / WARP * WARP : mine;
     struct values values[held];
 #pragma unroll
     for (int p = 0; p < held; p++)
@@ -67,10 +95,13 @@ template <int held> DEVICE void quantize_row(const void *x, int width, int expon
     }
 #pragma unroll
     for (int p = 0; p < held; p++)
-        if (mine + p * step < num_blocks) round_block(values[p], x, mine + p * step, num_blocks, exponent, target);
-    for (int b = mine + held * step; b < num_blocks; b += step)
-        round_block(load_block(x, first + b), x, b, num_blocks, exponent, target);
-    if (width + 8 * mine < target.padded) store_eight(target, width / 8 + mine, make_uint4(0, 0, 0, 0));
+        if (begin + p * step < end) round_block(values[p], x, mine + p * step, num_blocks, exponent, target);
+    for (int b = mine + held * step; b - mine + begin < end; b += step)
+        round_block(load_block(x, first + least(b, num_blocks - 1)), x, b, num_blocks, exponent, target);
+    if (!target.in_steps && width + 8 * mine < target.padded) {
+        int64_t at = (int64_t)blockIdx.x * target.padded + width + 8 * mine;
+        *reinterpret_cast<uint4 *>(target.values + at) = make_uint4(0, 0, 0, 0);
+    }
 }
 
 KERNEL quantize_few_rows(const void *x, int width, int padded, int in_steps, int exponent, uint16_t *values, uint8_t *packed,
