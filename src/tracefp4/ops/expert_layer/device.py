@@ -286,7 +286,7 @@ def _multiply_piped(
         (min(blocks, _multiprocessors(x.device)),),
         32 * (tiling.warps + _COPYING_WARPS),
         defines,
-        1024 + tiling.stages * (stage_bytes + 16) + tiling.warps * 32 * 48,
+        1024 + tiling.stages * (stage_bytes + 16) + 16 + tiling.warps * 32 * 48,
     )
     parts = (w.words, w.scales, w.exponents, x, *routes, w.words.shape[2], *rest, num_tiles)
     _PRODUCTS["piped"].launch(launch, *parts, device=x.device)
