@@ -244,7 +244,7 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) attend(const void *query_rows, 
     };
     uint32_t numbers = number_in(split), later = number_in(split + 1);
     uint8_t *ring = shared + warp * STAGES * TILE_BYTES;
-    shared_place own = place_in_shared(ring + 16 * lane);
+    shared_place own = place_in_shared(ring + own_place(lane));
     auto copy_next = [&](int to) {
         int among = (uint32_t)next / WARPS % SHARE;
         if (next < end) copy_tile(own + to, pages, __shfl_sync(FULL_MASK, numbers, among), lane);

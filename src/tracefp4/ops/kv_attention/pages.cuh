@@ -23,46 +23,43 @@ enum {
     TILE_BYTES = 2 * PART_BYTES
 };
 
-/* Where a lane copies from: its first piece in the tiles of one kv head. Scales are null for bf16, and for lanes without
- * any. */
-struct pages {
-    const uint8_t *keys, *values, *scales;
-};
-
 enum {
     COPIED_BYTES = IS_FP4 ? CODE_BYTES : TILE * ROW_BYTES, /* codes or values of one tile of K or of V */
-    SCALE_PIECES = SCALE_BYTES / 16
+    SCALE_PIECES = SCALE_BYTES / 16,
+    COPYING = WARP / 2 /* lanes that copy K; the others copy V */
 };
-static_assert(COPIED_BYTES % (16 * WARP) == 0, "every lane copies as many pieces");
+static_assert(COPIED_BYTES % (16 * COPYING) == 0 && SCALE_PIECES <= COPYING, "every lane copies as many pieces");
+
+/* Where a lane copies from: its first piece of K or of V in the tiles of one kv head, and of scales, which are null for bf16
+ * and for lanes without any. */
+struct pages {
+    const uint8_t *codes, *scales;
+};
 
 /* The pages of a kv head, whose first tile has the number `first`. */
 DEVICE struct pages pages_of(const uint8_t *keys, const uint8_t *key_scales, const uint8_t *values,
                              const uint8_t *value_scales, int64_t first, int lane) {
-    int64_t codes = first * COPIED_BYTES + 16 * lane;
-    struct pages pages = {keys + codes, values + codes, nullptr};
-    if (IS_FP4 && lane < 2 * SCALE_PIECES)
-        pages.scales = (lane < SCALE_PIECES ? key_scales : value_scales) + first * SCALE_BYTES + lane % SCALE_PIECES * 16;
+    int is_of_v = lane / COPYING, piece = lane % COPYING;
+    struct pages pages = {(is_of_v ? values : keys) + first * COPIED_BYTES + 16 * piece, nullptr};
+    if (IS_FP4 && piece < SCALE_PIECES)
+        pages.scales = (is_of_v ? value_scales : key_scales) + first * SCALE_BYTES + 16 * piece;
     return pages;
 }
 
-DEVICE void copy_part(shared_place to, const uint8_t *from, int lane) {
-#pragma unroll
-    for (int r = 0; r < COPIED_BYTES / (16 * WARP); r++) {
-        int i = lane + r * WARP, row = i / (ROW_BYTES / 16), piece = i % (ROW_BYTES / 16);
-        /* bf16 rows lie so that eight rows at one place are in different banks */
-        int at = IS_FP4 ? r * WARP : row * (ROW_BYTES / 16) + (piece ^ (row & 7)) - lane;
-        copy_async(to + 16 * at, from + 16 * r * WARP, 1);
-    }
-}
+/* Where the first piece of a lane goes in a tile. */
+DEVICE int own_place(int lane) { return lane / COPYING * PART_BYTES + 16 * (lane % COPYING); }
 
-/* Begin to copy a tile of the kv head to shared memory, by one warp; `to` is where the lane's first
- * piece goes. */
+/* Begin to copy a tile of the kv head to shared memory, by one warp; `to` is the lane's own place. */
 DEVICE void copy_tile(shared_place to, const struct pages &pages, uint32_t tile, int lane) {
-    copy_part(to, pages.keys + (uint64_t)tile * COPIED_BYTES, lane);
-    copy_part(to + PART_BYTES, pages.values + (uint64_t)tile * COPIED_BYTES, lane);
-    if (IS_FP4 && lane < 2 * SCALE_PIECES)
-        copy_async(to + (lane / SCALE_PIECES * (PART_BYTES - 16 * SCALE_PIECES) + CODE_BYTES),
-                   pages.scales + (uint64_t)tile * SCALE_BYTES, 1);
+    const uint8_t *from = pages.codes + (uint64_t)tile * COPIED_BYTES;
+#pragma unroll
+    for (int r = 0; r < COPIED_BYTES / (16 * COPYING); r++) {
+        int i = lane % COPYING + r * COPYING, row = i / (ROW_BYTES / 16), piece = i % (ROW_BYTES / 16);
+        /* bf16 rows lie so that eight rows at one place are in different banks */
+        int moved = IS_FP4 ? 0 : (piece ^ (row & 7)) - piece;
+        copy_async(to + 16 * (r * COPYING + moved), from + 16 * r * COPYING, 1);
+    }
+    if (IS_FP4 && lane % COPYING < SCALE_PIECES) copy_async(to + CODE_BYTES, pages.scales + (uint64_t)tile * SCALE_BYTES, 1);
 }
 
 /* The codes of both halves of a word as pairs of fp16, times 2^-14. Bits of a byte from the highest: h3 l3 h2 h1 h0 l2 l1 l0.
