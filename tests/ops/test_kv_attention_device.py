@@ -8,7 +8,9 @@ from tests.assertions import assert_bitwise
 from tests.emulation.emulator import COMPILER, Emulator
 
 from tracefp4.errors import BackendError, FormatError
-from tracefp4.formats.fragments import from_fragments
+from tracefp4.formats.fragments import from_fragments, to_fragments
+from tracefp4.formats.schemes import NVFP4_KV
+from tracefp4.formats.tensor import BlockTensor
 from tracefp4.ops import nvrtc
 from tracefp4.ops.backend import Backend
 from tracefp4.ops.kv_attention import device as attention_device
@@ -65,6 +67,29 @@ def test_decoding_equals_float64_attention(emulator, is_fp4):
     # the first token sees itself alone, and its V is a bf16 number
     alone = read_pages(pages[0].values, where["page_table"][:1, :1], torch.float32)[:, 0, 0]
     assert torch.equal(found[0, 0].float(), alone.repeat_interleave(8, 0))
+
+
+def alone_in_its_page(token):
+    """V pages whose one token that is not 0 holds every code under every finite scale."""
+    scales = torch.tensor([s for s in range(256) if s % 128 != 127] + [0, 0], dtype=torch.uint8).view(64, 4)
+    packed, block_scales = torch.zeros(1, 64, 16, 32, dtype=torch.uint8), torch.zeros(1, 64, 16, 4).byte()
+    packed[0, :, token] = (torch.arange(8) * 0x22 + 0x10).byte().repeat(4)  # 0, 1; 2, 3; ...
+    block_scales[0, :, token] = scales
+    outer = torch.tensor(-3, dtype=torch.int8)
+    return BlockTensor(packed=packed, block_scales=block_scales, outer=outer, scheme=NVFP4_KV)
+
+
+@needs_compiler
+@pytest.mark.parametrize("token", [0, 9])
+def test_every_code_under_every_scale(emulator, token):
+    values = alone_in_its_page(token)
+    keys = replace(values, packed=torch.zeros_like(values.packed))  # so that all 16 tokens weigh the same
+    pages = LayerPages(keys=to_fragments(keys, "k"), values=to_fragments(values, "v"))
+    where = Where(page_table=torch.arange(64)[:, None], positions=torch.full((64, 1), 15))
+    found = attended(torch.ones(64, 1, 1, 64), pages, where, rounds=False)
+    exact = read_pages(values, torch.arange(64)[:, None], torch.float32)[0, :, token]
+    assert exact.unique().numel() == 475
+    assert torch.equal(found[:, 0, 0] * 16, exact)
 
 
 @needs_compiler
