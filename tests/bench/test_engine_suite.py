@@ -219,7 +219,9 @@ def test_a_batch_that_starts_together_is_the_mean_over_its_contexts():
 def test_recording_and_what_is_outside_the_pass():
     point = Point(8192, "full")
     kernels = [("attend", 48, 6000.0), ("Memcpy DtoH", 4, 500.0), ("dequantize", 2, 3000.0), ("idle", 1, 0.0)]
-    profile = make_profile(kernels, {"attend": 12e9})
+    # one kernel waits on the device while another runs
+    spans = [(100.0, 6100.0), (5000.0, 9000.0), (200.0, 300.0), (9000.0, 9100.0)]
+    profile = make_profile(kernels, {"attend": 12e9}, spans=spans)
     assert [kernel.name for kernel in profile.kernels] == ["attend", "dequantize", "Memcpy DtoH"]
     assert profile.kernels[0].gb_per_s == pytest.approx(2000) and profile.kernels[1].gb_per_s is None
     assert profile.kernels[0].share == pytest.approx(6 / 9.5)
@@ -230,14 +232,14 @@ def test_recording_and_what_is_outside_the_pass():
     assert rows["qwen3-30b-a3b.8k.outside_forward"].value == pytest.approx(100 * (1 - 9 / 10.2))
     passes = rows["qwen3-30b-a3b.8k.dequantizing_passes"]
     assert passes.value == 2 and is_missed(passes)
-    many = make_profile([(f"kernel {i}", 1, 1.0) for i in range(20)], {})
+    many = make_profile([(f"kernel {i}", 1, 1.0) for i in range(20)], {}, spans=[])
     assert len(many.to_json()) == 16 and many.to_json()[-1]["name"] == "5 others"
 
 
 def test_every_gate_of_the_engine_is_measured():
     contexts = (8192, 32768)
     assert EngineOptions(shape=measured_shape("qwen3-30b-a3b")).contexts == contexts
-    profile = make_profile([("attend", 1, 1.0)], {})
+    profile = make_profile([("attend", 1, 1.0)], {}, spans=[(0.0, 1.0)])
     results, silent = [], {}
     for plan, pages in (("fp4", 253_000), ("bf16", 45_000)):
         for point in all_points(contexts):

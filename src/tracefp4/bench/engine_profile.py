@@ -4,7 +4,8 @@ On a GPU these are the kernels and copies that the driver saw, whether a graph o
 the operations of torch. A profile explains a figure, and is never the figure: profiling slows the host down.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -40,11 +41,9 @@ class StepProfile:
 
     kernels: tuple[KernelTime, ...]
     """All of them, the longest first."""
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds in kernels, copies and fills left out; what overlaps counts twice."""
-        return sum(kernel.us for kernel in self.kernels if not kernel.name.startswith(_COPIES)) * 1e-6
+    compute_s: float
+    """Seconds in which at least one kernel was there, copies and fills left out. From sm_90 on one kernel may wait on the
+    multiprocessors for the end of the one before it (`ops/device.py`): their times add up to more."""
 
     @property
     def dequantizing_launches(self) -> int:
@@ -98,11 +97,28 @@ def profile_step(
         "multiply_head": head_bytes,
         "step_heads": moved.states,
     }
-    return make_profile(times, known)
+    device_type = torch.autograd.DeviceType.CUDA if is_gpu else torch.autograd.DeviceType.CPU
+    spans = [
+        (float(event.time_range.start), float(event.time_range.end))
+        for event in found.events() or ()
+        if event.device_type == device_type and not event.name.startswith(_COPIES)
+    ]
+    return make_profile(times, known, spans=spans)
 
 
-def make_profile(times: list[tuple[str, int, float]], known: dict[str, float]) -> StepProfile:
-    """Make a profile of (name, launches, microseconds), with bytes by the beginning of a name."""
+def make_profile(
+    times: list[tuple[str, int, float]],
+    known: dict[str, float],
+    *,
+    spans: Sequence[tuple[float, float]],
+) -> StepProfile:
+    """Make a profile of (name, launches, microseconds), with bytes by the beginning of a name.
+
+    Args:
+        times: of every kernel.
+        known: fewest bytes.
+        spans: when each launch of a kernel began and ended, in microseconds.
+    """
     total = sum(us for _, _, us in times)
     kernels = []
     for name, launches, us in sorted(times, key=lambda found: -found[2]):
@@ -118,7 +134,16 @@ def make_profile(times: list[tuple[str, int, float]], known: dict[str, float]) -
                 gb_per_s=None if num_bytes is None else num_bytes / us / 1e3,
             )
         )
-    return StepProfile(kernels=tuple(kernels))
+    return StepProfile(kernels=tuple(kernels), compute_s=_covered(spans) * 1e-6)
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of spans."""
+    total, end = 0.0, -math.inf
+    for begin, stop in sorted(spans):
+        total += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return total
 
 
 def _self_time(event: Any, is_gpu: bool) -> float:
