@@ -42,8 +42,8 @@ class StepProfile:
     kernels: tuple[KernelTime, ...]
     """All of them, the longest first."""
     compute_s: float
-    """Seconds in which at least one kernel was there, copies and fills left out. From sm_90 on one kernel may wait on the
-    multiprocessors for the end of the one before it (`ops/device.py`): their times add up to more."""
+    """Seconds in which at least one kernel was there, copies and fills left out. From sm_90 on a kernel may wait for the
+    end of the one before it (`ops/device.py`), so their times add up to more."""
 
     @property
     def dequantizing_launches(self) -> int:
