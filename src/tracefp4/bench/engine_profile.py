@@ -42,7 +42,7 @@ class StepProfile:
     kernels: tuple[KernelTime, ...]
     """All of them, the longest first."""
     compute_s: float
-    """Seconds in which at least one kernel was there, copies and fills left out. From sm_90 on a kernel may wait for the
+    """Seconds in which at least one kernel was there, but no copies and fills. From sm_90 on a kernel may wait for the
     end of the one before it (`ops/device.py`), so their times add up to more."""
 
     @property
