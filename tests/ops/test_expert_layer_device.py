@@ -252,7 +252,8 @@ def test_unaligned_and_strided_operands(emulate):
 def test_the_check_at_first_use_passes_and_sees_a_fault(emulate, monkeypatch):
     usual = kernels._USUAL
     many = usual._replace(weight=MXFP4_FLOOR, activation=None, tiling=MOST, hidden=5, inner=1)
-    for checked in (usual, many, NVFP4_TENSOR_POW2, MXFP4_FLOOR):
+    wide = usual._replace(tiling=tilings.WIDE, hidden=7, inner=1)
+    for checked in (usual, many, wide, NVFP4_TENSOR_POW2, MXFP4_FLOOR):
         assert differences(CPU, checked) is None
     monkeypatch.setattr(
         kernels, "round_rows", lambda x, precision, part: kernels_round_rows(-x, precision, part)
@@ -267,6 +268,14 @@ def test_the_tiling_follows_the_tokens_of_an_expert():
     of_expert = (1, 4, 8, 16, 28, 32, 40, 64)
     assert [tiling_of(128 * n, 128, CPU).token_tiles for n in of_expert] == [1, 1, 2, 3, 4, 5, 6, 8]
     assert tiling_of(1 << 16, 128, CPU).kind == "many"
+
+
+def test_wide_products_where_the_gpu_has_them(monkeypatch):
+    monkeypatch.setattr(tilings, "WIDE_BEYOND", 64)
+    for has_them in (False, True):
+        monkeypatch.setattr(tilings, "_multiplies_wide", lambda device, answer=has_them: answer)
+        assert tiling_of(128 * 64, 128, CPU).kind == "many"
+        assert tiling_of(128 * 65, 128, CPU).kind == ("wide" if has_them else "many")
 
 
 ARCHITECTURES = (
