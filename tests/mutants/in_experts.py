@@ -113,6 +113,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         tests=_STEPS,
     ),
     Mutation(
+        name="experts_ring_filled_while_it_is_read",
+        fault="Copies go on into a stage of the ring before all warps have multiplied what it held.",
+        path=_LAYER + "piped.cu",
+        old="            await_phase(ring.empty + ring.at, ring.digit ^ 1);\n",
+        new="",
+        tests=_STEPS,
+    ),
+    Mutation(
+        name="experts_ring_announced_too_early",
+        fault="A stage of the ring is said to be full while copies to it are under way.",
+        path=_LAYER + "piped.cu",
+        old="await_copies<AHEAD>();",
+        new="await_copies<AHEAD + 1>();",
+        tests=_STEPS,
+    ),
+    Mutation(
         name="experts_place_moves_before_it_is_read",
         fault="Where an expert's next pair goes is moved on while other lanes still read it.",
         path=_LAYER + "routes.cu",

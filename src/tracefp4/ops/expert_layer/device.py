@@ -295,7 +295,7 @@ def _multiply_piped(
 @lru_cache(maxsize=64)
 def _multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; a few where it is emulated."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def differences(device: torch.device, case: Case | Scheme) -> str | None:
@@ -315,7 +315,9 @@ def differences(device: torch.device, case: Case | Scheme) -> str | None:
     precision = LayerPrecision(
         activation=case.activation, weight=case.weight, kv=None, x_exponent=-8, w2_exponent=-8
     )
-    routing = Routing(torch.arange(22, device=device).view(11, 2) % 3, x[0, :22].view(11, 2))
+    pairs = torch.arange(2 * x.shape[0], device=device)
+    ids = torch.where(pairs < pairs.numel() - 22, 0, pairs % 3).view(-1, 2)
+    routing = Routing(ids, x.flatten()[: pairs.numel()].view(-1, 2))
     steps = run_steps(x, routing, experts, precision, (case.tiling, True))
     return (
         first_difference(sorted_pairs(device))
@@ -325,14 +327,16 @@ def differences(device: torch.device, case: Case | Scheme) -> str | None:
 
 
 def _small_layer(case: Case, device: torch.device) -> tuple[Experts, Tensor]:
-    """Return four experts and eleven tokens; one expert is without tokens."""
+    """Return four experts, one of them without tokens, and tokens: eleven, and where products take half a tile for few
+    tokens, as many more as fill one."""
+    num_tokens = 11 + (4 * case.tiling.token_tiles if case.tiling.in_steps else 0)
     hidden, inner, parts = case.hidden * GROUP, case.inner * GROUP, []
     for rows, width in ((2 * inner, hidden), (hidden, inner)):
         fragments = empty_fragments((4, rows, width), case.weight, device)
         fragments.exponents.zero_()
         refit_reference(_wave(4 * rows * width, device).view(4, rows, width), fragments)
         parts.append(fragments)
-    return Experts(*parts), _wave(11 * hidden, device).view(11, hidden)
+    return Experts(*parts), _wave(num_tokens * hidden, device).view(num_tokens, hidden)
 
 
 def _wave(num_elements: int, device: torch.device) -> Tensor:
