@@ -106,8 +106,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="device_signs_in_the_other_order",
         fault="The second code of a pair takes the sign of the fourth.",
         path="src/tracefp4/ops/decoding.cuh",
-        old="four << 24 & 0x80000000",
-        new="four << 16 & 0x80000000",
+        old="signs * 0x01001000",
+        new="signs * 0x00011000",
         tests=(_DEQUANTIZE + "test_every_code_under_every_scale",),
     ),
     Mutation(
@@ -220,7 +220,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         path=_FOLDER + "search.cuh",
         old="found >> 16 == last ? found & 0xFFFF : 0",
         new="found & 0xFFFF",
-        tests=(_FLIPS + "test_of_two_sets_of_four_the_first_is_flipped",),
+        tests=(_FLIPS + "test_flips_with_the_last_column",),
     ),
     Mutation(
         name="device_four_flips_of_any_rank",
@@ -228,7 +228,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         path=_FOLDER + "search.cuh",
         old="total = place > lane ?",
         new="total = place != lane ?",
-        tests=(_GUIDED + "test_random_decisions_of_random_rows",),
+        tests=(_FLIPS + "test_four_flips_are_candidates_all",),
     ),
     Mutation(
         name="device_near_values_of_another_scale",

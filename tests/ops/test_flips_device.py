@@ -17,6 +17,7 @@ from tracefp4.ops.syndromes import encode_syndromes
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
 BCH = syndrome_code("bch64_3")  # distance 8: at most four of 24 candidates are flipped
+UNLISTED = syndrome_code("bch32_3")  # likewise, but there is no table of its columns' sums
 FEW = {0: 9, 11: 20, 22: 30, 33: 40, 44: 50, 55: 60}  # position: distance in 1 / 1024
 MANY = {j: 20 + j for j in range(40)}
 
@@ -105,20 +106,35 @@ def test_nothing_beyond_a_row_is_flipped(places):
 
 
 @needs_compiler
-def test_of_two_sets_of_four_the_first_is_flipped():
+@pytest.mark.parametrize("code", [BCH, UNLISTED], ids=lambda code: code.name)
+def test_of_two_sets_of_four_the_first_is_flipped(code):
     """All values lie equally near, so their order is that of their positions."""
-    first, second = two_sets(BCH)
-    assert_flipped(dict.fromkeys((*first, *second), 8), second, min(first, second), band=0.0625)
+    assert code.max_flips >= 4
+    first, second = two_sets(code)
+    assert_flipped(dict.fromkeys((*first, *second), 8), second, min(first, second), band=0.0625, code=code)
     nearer = {j: 8 - (j in max(first, second)) for j in (*first, *second)}
-    assert_flipped(nearer, first, max(first, second), band=0.0625)
+    assert_flipped(nearer, first, max(first, second), band=0.0625, code=code)
     cheaper = {**dict.fromkeys(first, 8), first[0]: 3, **dict.fromkeys(second, 7)}  # 3^2 + 3 * 8^2 > 4 * 7^2
-    assert_flipped(cheaper, first, second, band=0.0625)
+    assert_flipped(cheaper, first, second, band=0.0625, code=code)
+
+
+@needs_compiler
+@pytest.mark.parametrize("places", [(3, 63), (3, 17, 63), (3, 17, 40, 63)])
+def test_flips_with_the_last_column(places):
+    """The table is asked for sums of two columns with that one added: here it is one of those wanted, or of four."""
+    assert_flipped({3: 9, 17: 20, 40: 30, 63: 40}, places, places, band=0.0625)
+
+
+@needs_compiler
+@pytest.mark.parametrize("places", [(3, 17, 40, 5), (17, 40, 5, 6), (40, 5, 6, 7)])
+def test_four_flips_are_candidates_all(places):
+    assert_flipped({3: 9, 17: 20, 40: 30}, places, [], band=0.0625)
 
 
 def two_sets(code: SyndromeCode) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Two sets of four positions whose columns have the same XOR."""
     found: dict[int, tuple[int, ...]] = {}
-    for places in combinations(range(40), 4):
+    for places in combinations(range(min(40, code.length)), 4):
         a, b, c, d = (code.columns[j] for j in places)
         other = found.setdefault(a ^ b ^ c ^ d, places)
         if not set(other) & set(places):

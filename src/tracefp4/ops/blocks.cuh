@@ -115,19 +115,21 @@ DEVICE struct nearest nearest_of(uint32_t magnitudes, const struct grid &grid) {
 /* The magnitude codes in bits 0..2 and 16..18, and others around them: the distance from 128 e, and two for each doubling. */
 DEVICE uint32_t codes_in(const struct nearest &nearest) { return nearest.sum + (nearest.sum >> 6); }
 
-/* Four pairs of codes in bits 0..3 and 16..19 each, as eight nibbles. */
-DEVICE uint32_t joined(const uint32_t (&codes)[4]) {
-    uint32_t byte[4];
-    for (int p = 0; p < 4; p++) byte[p] = codes[p] | codes[p] >> 12;
-    return __byte_perm(__byte_perm(byte[0], byte[1], 0x0040), __byte_perm(byte[2], byte[3], 0x0040), 0x5410);
+/* Eight codes as nibbles, from four pairs in bits 12..15 and 28..31 under which anything may lie. */
+DEVICE uint32_t joined(const uint32_t (&pairs)[4]) {
+    uint32_t low = __byte_perm(pairs[0], pairs[1], 0x7531), high = __byte_perm(pairs[2], pairs[3], 0x7531);
+    return chosen_bits(0x0F0F0F0F, __byte_perm(low, high, 0x6420) >> 4, __byte_perm(low, high, 0x7531));
 }
+
+/* Magnitude codes below the signs of a pair, for `joined`: `codes` has them in bits 12..14 and 28..30. */
+DEVICE uint32_t signed_pair(uint32_t codes, uint32_t pair) { return chosen_bits(0x70007000, codes, pair); }
 
 /* Eight codes, two elements at a time. */
 DEVICE uint32_t packed_codes(const uint32_t *word, const struct grid &grid) {
-    uint32_t codes[4];
-    for (int p = 0; p < 4; p++)
-        codes[p] = (codes_in(nearest_of(word[p] & 0x7FFF7FFF, grid)) & 0x00070007) | (word[p] >> 12 & 0x00080008);
-    return joined(codes);
+    uint32_t pairs[4];
+    for (int p = 0; p < 4; p++) /* codes_in times 4096; what the low half carries ends below bit 28 */
+        pairs[p] = signed_pair(nearest_of(word[p] & 0x7FFF7FFF, grid).sum * (65 << 6), word[p]);
+    return joined(pairs);
 }
 
 /* Eight codes, under any scheme. */

@@ -11,10 +11,10 @@ DEVICE uint4 bf16_values(uint32_t codes, float scale) {
     uint32_t by = bits_of(scale) >> 16, pair[4];
     by |= by << 16;
     for (int h = 0; h < 2; h++) {
-        uint32_t four = codes >> 16 * h & 0xFFFF, pick = four & 0x7777;
+        uint32_t pick = (codes & 0x77777777) >> 16 * h & 0xFFFF, signs = (codes & 0x88888888) >> 16 * h & 0xFFFF;
         uint32_t low = __byte_perm(0xC0800000, 0xC0804000, pick), high = __byte_perm(0x3F3F3F00, 0x40404040, pick);
-        uint32_t first = (four << 12 & 0x8000) | (four << 24 & 0x80000000);
-        uint32_t second = (four << 4 & 0x8000) | (four << 16 & 0x80000000);
+        /* a product is two shifts: what they have in common carries into no sign */
+        uint32_t first = signs * 0x01001000 & 0x80008000, second = signs * 0x00010010 & 0x80008000;
         pair[2 * h] = mul_bf16x2(__byte_perm(low, high, 0x5140) | first, by);
         pair[2 * h + 1] = mul_bf16x2(__byte_perm(low, high, 0x7362) | second, by);
     }

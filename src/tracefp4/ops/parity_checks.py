@@ -133,7 +133,7 @@ def numbers_on(code: SyndromeCode, device: torch.device) -> Tensor:
         length filled up with zeros to a multiple of 16) the XOR of those at which four bits have ones, for the 16
         values of these; the distance; how far to shift a column to the right so that its low bits are its tag; and the
         columns and their positions in the order of the tags. Tags are 0 .. length - 1, one for each column; a code
-        without any, which flips one bit at most, has its columns in their own order. Then E and `_triples`, as E numbers.
+        without any, which flips one bit at most, has its columns in their own order. Then E and `_triples`, E numbers.
     """
     columns = functional.pad(code_numbers(code)[_MEMBERS:], (0, -code.length % 16)).view(-1, 4, 1)
     bits = torch.arange(16, device="cpu") >> torch.arange(4, device="cpu")[:, None] & 1

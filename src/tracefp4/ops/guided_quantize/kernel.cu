@@ -116,7 +116,7 @@ DEVICE uint32_t followed_pairs(const uint32_t *word, const struct grid &grid, co
         uint32_t own = (codes_in(nearest) & 0x00070007) | 0x43004300;
         uint32_t asked = FOLLOWS == FULL ? in_bracket(word[p], nearest, own, two, edges) : in_cell(word[p], two, edges);
         changed += (asked ^ own) & 0x00010001; /* what is asked for is at most a code away */
-        codes[p] = (asked & 0x00070007) | (word[p] >> 12 & 0x00080008);
+        codes[p] = signed_pair(asked << 12, word[p]);
     }
     tally.changed += (int)((changed & 0xFFFF) + (changed >> 16));
     return joined(codes);
