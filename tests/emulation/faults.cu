@@ -1,5 +1,6 @@
 /* Kernels with the faults that the emulation must show, and one without any. */
 
+#include "barriers.cuh"
 #include "device.cuh"
 
 /* out[i] = in[i + 1] through shared memory. */
@@ -88,4 +89,26 @@ KERNEL combined(const int *in, int *out, uint32_t *bits) {
     int t = (int)threadIdx.x;
     out[t] = __reduce_min_sync(FULL_MASK, in[t]);
     atomicOr(bits, (uint32_t)in[t]);
+}
+
+/* The first warp hands numbers to the second, one after the other, through one place. */
+KERNEL handed(const int *in, int *out, int count, int awaits) {
+    SHARED uint64_t full, empty;
+    SHARED int place[WARP];
+    int lane = (int)threadIdx.x % WARP;
+    if (threadIdx.x == 0) {
+        begin_barrier(&full, WARP);
+        begin_barrier(&empty, WARP);
+    }
+    __syncthreads();
+    for (int i = 0; i < count; i++)
+        if ((int)threadIdx.x < WARP) {
+            if (awaits & 1) await_phase(&empty, (i & 1) ^ 1);
+            place[lane] = in[i * WARP + lane];
+            arrive(&full);
+        } else {
+            if (awaits & 2) await_phase(&full, i & 1);
+            out[i * WARP + lane] = place[lane ^ 1];
+            arrive(&empty);
+        }
 }

@@ -45,6 +45,19 @@ def test_a_missing_barrier_shows_as_poison():
     assert found[:63].tolist() == [-1] * 63 and found[63] == 0
 
 
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_warps_that_await_one_another_hand_over_everything(order):
+    given, found = torch.arange(160, dtype=torch.int32), torch.empty(160, dtype=torch.int32)
+    run("handed", given, found, 5, 3, order=order)
+    assert torch.equal(found.view(5, 16, 2), given.view(5, 16, 2).flip(2))
+
+
+def test_a_warp_that_does_not_await_the_other_shows():
+    given, found = torch.arange(32, dtype=torch.int32), torch.empty(32, dtype=torch.int32)
+    run("handed", given, found, 1, 1, order=1)
+    assert bool((found == -1).all())
+
+
 def test_copies_arrive_when_they_are_awaited_and_not_before():
     given, found = torch.arange(256, dtype=torch.int32), torch.empty(256, dtype=torch.int32)
     run("copied", given, found, 1, shared_bytes=1024)
