@@ -25,6 +25,7 @@ enum {
     STAGE_BYTES = TOKEN_BYTES + WARPS * WARP_BYTES,
     AHEAD = STAGES - 2,                            /* groups under way; the one before this is still being read */
     PART = MT < 8 ? MT : 8,                        /* tiles of tokens that a warp stores at once */
+    PLACES = MT / 2,                               /* tokens of which a lane stores eight rows */
     STORE_STRIDE = 48,                             /* bytes: eight rows of 16 bytes meet all banks */
     STORE_BYTES = 8 * PART * STORE_STRIDE          /* of a warp, behind all stages */
 };
@@ -170,10 +171,18 @@ DEVICE void multiply_tile(float (&sum)[NT][MT][4], unsigned char *shared, const 
             for (int c = 0; c < 4; c++) settle(sum[i][m][c]);
 }
 
+/* Pairs of the tokens that a lane stores, -1 where there is none. */
+DEVICE void find_places(int (&places)[PLACES], const struct routes &routes, const struct tile &tile) {
+#pragma unroll
+    for (int k = 0; k < PLACES; k++) {
+        int token = (int)threadIdx.x % WARP / 2 + 16 * k;
+        places[k] = token < tile.count ? routes.order[tile.first + token] : -1;
+    }
+}
+
 /* Store a row tile; value(m, c) is sum c of tile m of tokens. `own` is the warp's memory for it. */
 template <class Value>
-DEVICE void store_tile(unsigned char *own, const struct routes &routes, const struct tile &tile, int row, int width,
-                       uint16_t *out, Value value) {
+DEVICE void store_tile(unsigned char *own, const int (&places)[PLACES], int row, int width, uint16_t *out, Value value) {
     int lane = (int)threadIdx.x % WARP;
     if (row >= width) return;
 #pragma unroll
@@ -190,12 +199,10 @@ DEVICE void store_tile(unsigned char *own, const struct routes &routes, const st
         }
         __syncwarp();
 #pragma unroll
-        for (int p = lane; p < 16 * PART; p += WARP) {
-            int token = 8 * from + p / 2;
-            if (token >= tile.count) continue;
-            uint4 eight = *reinterpret_cast<const uint4 *>(own + p / 2 * STORE_STRIDE + p % 2 * 16);
-            int64_t pair = routes.order[tile.first + token];
-            *reinterpret_cast<uint4 *>(out + pair * width + row + p % 2 * 8) = eight;
+        for (int k = 0; k < PART / 2; k++) {
+            uint4 eight = *reinterpret_cast<const uint4 *>(own + (lane / 2 + 16 * k) * STORE_STRIDE + lane % 2 * 16);
+            int64_t pair = places[from / 2 + k];
+            if (pair >= 0) *reinterpret_cast<uint4 *>(out + pair * width + row + lane % 2 * 8) = eight;
         }
     }
 }
@@ -204,6 +211,7 @@ DEVICE void store_tile(unsigned char *own, const struct routes &routes, const st
 struct product {
     const uint4 *words;
     const uint16_t *scales;
+    const int8_t *exponents;
     const uint16_t *x;
     struct routes routes;
     int num_tiles, groups, parts, width, pairs_per_row;
@@ -223,8 +231,8 @@ DEVICE struct tile tile_at(const struct product &product, uint2 found) {
     return tile;
 }
 
-/* Compute all tiles of a block; store(sum, tile, first, own) gets the sums of rows from tile `first` of a part on. What the
- * next tiles need of the lists is read long before it is used. */
+/* Compute all tiles of a block; store(sum, factor, places, first, own) gets the sums of rows from tile `first` of a part
+ * on, to be multiplied by `factor`. What the next tiles need of the lists is read long before it is used. */
 template <class Store> DEVICE void multiply_all(unsigned char *shared, const struct product &product, Store store) {
     int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP, of_warp = NT / product.parts;
     int row_blocks = (product.width / TILE_ROWS + WARPS * of_warp - 1) / (WARPS * of_warp), item = (int)blockIdx.x;
@@ -242,9 +250,12 @@ template <class Store> DEVICE void multiply_all(unsigned char *shared, const str
     copy_first_groups(shared, copies, tile.count, product.groups);
     for (;;) {
         float sum[NT][MT][4];
+        int exponent = product.exponents[tile.expert];
         find_pairs(pairs, product.routes, next);
         uint2 after = find_tile(product, item + 2 * (int)gridDim.x, row_blocks);
         multiply_tile(sum, shared, copies, tile.count, product.groups);
+        int places[PLACES];
+        find_places(places, product.routes, tile);
         __syncthreads(); /* nobody reads a stage any more */
         item += (int)gridDim.x;
         int next_first = (item % row_blocks * WARPS + warp) * of_warp;
@@ -254,7 +265,8 @@ template <class Store> DEVICE void multiply_all(unsigned char *shared, const str
             copy_first_groups(shared, copies, next.count, product.groups);
         }
         struct tile last = tile_at(product, after);
-        store(sum, tile, first, shared + STAGES * STAGE_BYTES + warp * STORE_BYTES);
+        float factor = power_of_two(exponent + PRODUCT_EXPONENT);
+        store(sum, factor, places, first, shared + STAGES * STAGE_BYTES + warp * STORE_BYTES);
         if (next.expert < 0) return;
         tile = next;
         first = next_first;
@@ -272,12 +284,11 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) gate_up_wide(const uint4 *words
                                                   uint16_t *h) {
     await_earlier();
     DYNAMIC_SHARED(unsigned char, shared);
-    struct product product = {words, scales, x, {order, offsets, tiles}, num_tiles, groups, 2, width, top_k};
-    multiply_all(from_1024(shared), product, [&](auto &sum, const struct tile &tile, int first, unsigned char *own) {
-        float factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
+    struct product product = {words, scales, exponents, x, {order, offsets, tiles}, num_tiles, groups, 2, width, top_k};
+    multiply_all(from_1024(shared), product, [&](auto &sum, float factor, auto &places, int first, unsigned char *own) {
 #pragma unroll
         for (int i = 0; i < NT / 2; i++)
-            store_tile(own, product.routes, tile, (first + i) * TILE_ROWS, width, h, [&](int m, int c) {
+            store_tile(own, places, (first + i) * TILE_ROWS, width, h, [&](int m, int c) {
                 return swiglu(sum[i][m][c] * factor, sum[NT / 2 + i][m][c] * factor);
             });
     });
@@ -289,12 +300,11 @@ KERNEL __launch_bounds__(WARPS * 32, MIN_BLOCKS) down_wide(const uint4 *words, c
                                                const int *tiles, int num_tiles, int groups, int width, uint16_t *y) {
     await_earlier();
     DYNAMIC_SHARED(unsigned char, shared);
-    struct product product = {words, scales, h, {order, offsets, tiles}, num_tiles, groups, 1, width, 1};
-    multiply_all(from_1024(shared), product, [&](auto &sum, const struct tile &tile, int first, unsigned char *own) {
-        float factor = power_of_two(exponents[tile.expert] + PRODUCT_EXPONENT);
+    struct product product = {words, scales, exponents, h, {order, offsets, tiles}, num_tiles, groups, 1, width, 1};
+    multiply_all(from_1024(shared), product, [&](auto &sum, float factor, auto &places, int first, unsigned char *own) {
 #pragma unroll
         for (int i = 0; i < NT; i++)
-            store_tile(own, product.routes, tile, (first + i) * TILE_ROWS, width, y,
+            store_tile(own, places, (first + i) * TILE_ROWS, width, y,
                        [&](int m, int c) { return sum[i][m][c] * factor; });
     });
 }
