@@ -97,11 +97,10 @@ def profile_step(
         "multiply_head": head_bytes,
         "step_heads": moved.states,
     }
-    device_type = torch.autograd.DeviceType.CUDA if is_gpu else torch.autograd.DeviceType.CPU
     spans = [
         (float(event.time_range.start), float(event.time_range.end))
         for event in found.events() or ()
-        if event.device_type == device_type and not event.name.startswith(_COPIES)
+        if event.device_type.name == activity.name and not event.name.startswith(_COPIES)
     ]
     return make_profile(times, known, spans=spans)
 

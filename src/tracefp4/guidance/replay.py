@@ -26,6 +26,8 @@ from tracefp4.ops.guided_quantize import Guide
 from tracefp4.ops.upload import upload
 
 Decoder = Literal["bracket", "nearest_cell"]
+_ORDER = ("k", "v", "x", "w2")
+"""Of the sites in a layer."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -100,6 +102,18 @@ class ReplayBatch:
     def num_places(self) -> int:
         """B * T."""
         return self.positions.numel()
+
+    def gather(self) -> None:
+        """Look up the rows of all guided sites and routers now, layer by layer, and begin to copy them to the device;
+        without this each is looked up when it is first asked for.
+
+        Raises: RecordError as the questions do.
+        """
+        for site in sorted(self._rows.sites(), key=lambda site: (site.layer, _ORDER.index(site.kind))):
+            if self._is_guided(site):
+                self._rows.site(site)
+        if self.replay_routing:
+            self._rows.routing()
 
     def guide(self, site: Site) -> Guide | None:
         """Decisions for one site, one row per row of its tensor; None when there is nothing to follow."""

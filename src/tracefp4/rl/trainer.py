@@ -7,6 +7,7 @@ Micro-batches are addressed by position, so their order, padding, packing and re
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from tracefp4.ops.upload import upload
 from tracefp4.patching import Applied, Plan
 from tracefp4.qat.attention import no_mask
 from tracefp4.qat.experts import steady_weights
+from tracefp4.rl.ahead import Ahead
 from tracefp4.rl.alarms import SaturationAlarm
 from tracefp4.rl.batching import Batch, micro_batches, pad, token_logprobs
 from tracefp4.rl.fetching import RecordFetcher, records_of
@@ -191,10 +193,12 @@ class PolicyTrainer:
         denominator = sum(loss_denominator(batch.loss_mask, config=loss) for _, batch in batches)
         passes: list[_Pass] = []
         pending: list[PendingLoss] = []
-        with steady_weights(self.applied.model):
-            for chosen, batch in self._with_records(batches, samples):
-                row = pack(batch) if self.packing else None
-                replayed = self._replay_batch(batch, row, measure=False, is_first=not passes)
+        with (
+            steady_weights(self.applied.model),
+            Ahead(self._prepared(batches, samples), self.device) as ahead,
+        ):
+            while (ready := ahead.take()) is not None:
+                chosen, batch, row, replayed = ready
                 there = batch.to(self.device)
                 with replay(replayed):
                     logprobs = self._token_logprobs(there, row, mask=batch.completion_mask)
@@ -207,6 +211,7 @@ class PolicyTrainer:
                         ref_logprobs=self._placed(batch, chosen, ref_logprobs),
                     )
                     result = pending_grpo_loss(logprobs, data=data, config=loss, denominator=denominator)
+                    ahead.begin()
                     result.loss.backward()
                 pending.append(replace(result, loss=result.loss.detach()))
                 passes.append(_Pass(chosen, batch.completion_mask, logprobs.detach(), replayed.counters))
@@ -241,6 +246,16 @@ class PolicyTrainer:
         groups = [[samples[i] for i in chosen] for chosen, _ in batches]
         for (chosen, batch), records in zip(batches, records_of(self.fetcher, groups), strict=True):
             yield chosen, replace(batch, records=records)
+
+    def _prepared(
+        self, batches: Sequence[tuple[tuple[int, ...], Batch]], samples: Sequence[TrainingSample]
+    ) -> Iterator["_Prepared"]:
+        """The micro-batches of an update, with all that their passes follow."""
+        for place, (chosen, batch) in enumerate(self._with_records(batches, samples)):
+            row = pack(batch) if self.packing else None
+            replayed = self._replay_batch(batch, row, measure=False, is_first=place == 0)
+            replayed.gather()
+            yield _Prepared(chosen, batch, row, replayed)
 
     def _pad(self, samples: Sequence[TrainingSample], trains_truncated: bool = True) -> Batch:
         # log-probs and advantages are numbers of the loss, never bf16
@@ -305,6 +320,19 @@ class PolicyTrainer:
             device=self.device,
             counts_saturation=is_first or measure,
         )
+
+
+class _Prepared(NamedTuple):
+    """A micro-batch that can enter the model."""
+
+    chosen: tuple[int, ...]
+    """Index of every row's sample."""
+    batch: Batch
+    """In host memory, with records."""
+    row: PackedRow | None
+    """The same packed; None for a padded batch."""
+    replayed: ReplayBatch
+    """What the pass follows."""
 
 
 @dataclass(frozen=True, slots=True)
