@@ -193,9 +193,10 @@ class PolicyTrainer:
         denominator = sum(loss_denominator(batch.loss_mask, config=loss) for _, batch in batches)
         passes: list[_Pass] = []
         pending: list[PendingLoss] = []
+        # the first micro-batch is prepared while weights are quantized, the others during backward passes
         with (
-            steady_weights(self.applied.model),
             Ahead(self._prepared(batches, samples), self.device) as ahead,
+            steady_weights(self.applied.model),
         ):
             while (ready := ahead.take()) is not None:
                 chosen, batch, row, replayed = ready
