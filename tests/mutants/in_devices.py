@@ -97,8 +97,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="device_case_without_the_cut",
         fault="The check of an expert layer cuts its products as a narrower layer does.",
-        path="src/tracefp4/ops/expert_layer/device.py",
-        old="if _cut(tiling, n) == cut)",
+        path="src/tracefp4/ops/expert_layer/tilings.py",
+        old="if cut_of(tiling, n) == cut)",
         new="if n)",
         tests=(_FIRST_USE + "test_a_check_launches_what_the_expert_layer_launches",),
     ),
