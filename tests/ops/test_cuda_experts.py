@@ -13,7 +13,7 @@ from tracefp4.ops.device import comparing
 from tracefp4.ops.expert_layer import device as kernels
 from tracefp4.ops.expert_layer import expert_layer, refit
 from tracefp4.ops.expert_layer.routes import sort_pairs
-from tracefp4.ops.expert_layer.tilings import MOST, PIPED, TILINGS, WIDE
+from tracefp4.ops.expert_layer.tilings import MOST, PIPED, TILINGS
 from tracefp4.ops.quantize import quantize
 
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 HAS_WARPGROUPS = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-EVERY = (*(tiling for _, tiling in TILINGS), MOST, *((WIDE, PIPED) if HAS_WARPGROUPS else ()))
+EVERY = (*(tiling for _, tiling in TILINGS), MOST, *((PIPED,) if HAS_WARPGROUPS else ()))
 CUDA = torch.device("cuda")
 
 

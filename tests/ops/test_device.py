@@ -341,4 +341,6 @@ def test_what_the_driver_is_told_of_a_launch(is_early):
     assert (found.gridDimX, found.gridDimY, found.gridDimZ) == (5, 2, 1)
     assert (found.blockDimX, found.blockDimY, found.blockDimZ) == (96, 1, 1)
     assert (found.sharedMemBytes, int(found.hStream), found.numAttrs) == (1024, 7, int(is_early))
-    assert [attribute.value.programmaticStreamSerializationAllowed for attribute in found.attrs] == [1] * is_early
+    assert [attribute.value.programmaticStreamSerializationAllowed for attribute in found.attrs] == [
+        1
+    ] * is_early

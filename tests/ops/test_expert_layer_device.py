@@ -24,7 +24,6 @@ from tracefp4.ops.quantize import quantize
 ONE = Tiling("few", 1, 4, 2, 2)
 FOUR = Tiling("few", 4, 2, 2, 2)
 MANY = Tiling("many", 2, 4, 2, 3)
-WIDE = Tiling("wide", 8, 2, 4, 4)
 PIPED = Tiling("piped", 16, 2, 8, 5)
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulation needs g++")
@@ -46,7 +45,7 @@ def in_order(rows, tiling):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, FOUR, MANY, WIDE, PIPED], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, FOUR, MANY, PIPED], ids=str)
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_every_step_is_that_of_the_definition(emulate, tiling, tokens):
     given = case(PRECISIONS["nvfp4"], tokens=tokens, hidden=208, inner=48)
@@ -64,13 +63,13 @@ def test_experts_with_more_tokens_than_a_tile(emulate, name):
     """Whole tiles of 128 tokens, more than half of one, less than half of one."""
     given = case(PRECISIONS[name], tokens=150, hidden=416, inner=96)
     assert torch.bincount(given.routing.ids.flatten()).tolist() == [149, 80, 71]
-    first = assert_right(given, tilings.WIDE)
+    first = assert_right(given, tilings.PIPED)
     emulate(3)
-    assert torch.equal(run_steps(*operands(given), (tilings.WIDE, False)).y, first.y)
+    assert torch.equal(run_steps(*operands(given), (tilings.PIPED, False)).y, first.y)
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE, PIPED], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, PIPED], ids=str)
 @pytest.mark.parametrize("name", ["mxfp4", "static", "bf16"])
 def test_other_schemes(emulate, name, tiling):
     wide = {"hidden": 320, "inner": 96} if name == "bf16" else {"hidden": 96, "inner": 64}
@@ -90,7 +89,7 @@ def test_more_shapes(emulate, name, tokens, top_k):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE, PIPED], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, PIPED], ids=str)
 def test_a_token_does_not_depend_on_the_others(emulate, tiling):
     given = case(PRECISIONS["nvfp4"], tokens=40, hidden=208, inner=48)
     together = run_steps(*operands(given), (tiling, False))
@@ -110,7 +109,7 @@ def test_tiles_of_any_number_of_tokens_give_the_same_bits(emulate, tilings):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE, PIPED], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, PIPED], ids=str)
 def test_damage_stays_where_it_is_and_shows(emulate, monkeypatch, tiling):
     monkeypatch.setattr(torch, "empty", torch.zeros)  # what is never written does not look damaged by chance
     given = case(PRECISIONS["nvfp4"], tokens=6, hidden=208, inner=48)
@@ -127,7 +126,7 @@ def test_damage_stays_where_it_is_and_shows(emulate, monkeypatch, tiling):
 
 @needs_compiler
 @pytest.mark.parametrize("scheme", [NVFP4_TENSOR_POW2, MXFP4_FLOOR], ids=lambda s: s.name)
-@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE, PIPED], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, PIPED], ids=str)
 def test_every_code_under_every_scale_is_exact(emulate, tiling, scheme):
     num_bytes = 128 if scheme is NVFP4_TENSOR_POW2 else 256
     codes = torch.arange(16, dtype=torch.uint8).repeat(num_bytes, 4)
@@ -152,7 +151,7 @@ def test_every_code_under_every_scale_is_exact(emulate, tiling, scheme):
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiling", [ONE, MANY, WIDE, PIPED], ids=str)
+@pytest.mark.parametrize("tiling", [ONE, MANY, PIPED], ids=str)
 def test_nothing_is_written_beyond_the_rows(emulate, tiling):
     w = to_fragments(quantize(torch.randn(1, 48, 64), scheme=NVFP4_TENSOR_POW2))
     routes = sort_pairs(torch.zeros(3, 1, dtype=torch.int64), 1, 8 * tiling.token_tiles)
@@ -252,8 +251,8 @@ def test_unaligned_and_strided_operands(emulate):
 def test_the_check_at_first_use_passes_and_sees_a_fault(emulate, monkeypatch):
     usual = kernels._USUAL
     many = usual._replace(weight=MXFP4_FLOOR, activation=None, tiling=MOST, hidden=5, inner=1)
-    wide = usual._replace(tiling=tilings.WIDE, hidden=7, inner=1)
-    for checked in (usual, many, wide, NVFP4_TENSOR_POW2, MXFP4_FLOOR):
+    piped = usual._replace(tiling=tilings.PIPED, hidden=9, inner=1)
+    for checked in (usual, many, piped, NVFP4_TENSOR_POW2, MXFP4_FLOOR):
         assert differences(CPU, checked) is None
     monkeypatch.setattr(
         kernels, "round_rows", lambda x, precision, part: kernels_round_rows(-x, precision, part)
@@ -270,12 +269,11 @@ def test_the_tiling_follows_the_tokens_of_an_expert():
     assert tiling_of(1 << 16, 128, CPU).kind == "many"
 
 
-def test_wide_products_where_the_gpu_has_them(monkeypatch):
-    monkeypatch.setattr(tilings, "WIDE_BEYOND", 64)
+def test_warpgroups_multiply_where_the_gpu_has_them(monkeypatch):
     for has_them in (False, True):
-        monkeypatch.setattr(tilings, "_multiplies_wide", lambda device, answer=has_them: answer)
-        assert tiling_of(128 * 64, 128, CPU).kind == "many"
-        assert tiling_of(128 * 65, 128, CPU).kind == ("wide" if has_them else "many")
+        monkeypatch.setattr(tilings, "_has_warpgroups", lambda device, answer=has_them: answer)
+        assert tiling_of(128 * 46, 128, CPU).kind == "many"
+        assert tiling_of(128 * 47, 128, CPU) == (tilings.PIPED if has_them else MOST)
 
 
 ARCHITECTURES = (
@@ -289,12 +287,10 @@ SCHEME = {"SCHEME": "16,0,0,0,0,0,0,2688,0,1,0", "DTYPE": 1}
 def test_the_files_compile_for(architecture, tmp_path, monkeypatch):
     monkeypatch.setattr(nvrtc, "cache_folder", lambda: tmp_path)
     tile = {"BLOCK": 16, "NT": 4, "MT": 8, "WARPS": 4, "STAGES": 3, "MIN_BLOCKS": 1}
-    wide = tile | {"NT": 2, "MT": 16, "WARPS": 8, "STAGES": 6}
     variants = {
         "few": tile | {"MT": 1, "WARPS": 8},
         "many": tile,
-        "wide": wide,
-        "piped": wide,
+        "piped": tile | {"NT": 2, "MT": 16, "WARPS": 8, "STAGES": 8},
         "routes": {},
         "rows": SCHEME,
     }

@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     block_tensor: BlockTensor | None
     """Their bytes, if asked for."""
     in_steps: bool
-    """Whether columns 16j + 2i and + 1 of a group of 64 lie at 8i + 2j and + 1: a product of wide.cu adds up sixteen
+    """Whether columns 16j + 2i and + 1 of a group of 64 lie at 8i + 2j and + 1: a product of piped.cu adds up sixteen
     neighbouring columns of the operand at a time, and lane j's columns are those of four such steps."""
 
     @property
@@ -241,8 +241,7 @@ def _multiply(
     if tiling.kind != "few":
         row_tiles *= warps
         of_warp = tiling.row_tiles * (512 + 16 * GROUP // w.scheme.block_size)
-        of_token = (GROUP + (8 if tiling.kind == "many" else 0)) * 2
-        shared_bytes = stages * (8 * tiling.token_tiles * of_token + warps * of_warp)
+        shared_bytes = stages * (8 * tiling.token_tiles * (GROUP + 8) * 2 + warps * of_warp)
     defines = {
         "BLOCK": w.scheme.block_size,
         "NT": tiling.row_tiles,
@@ -251,11 +250,7 @@ def _multiply(
         "STAGES": stages,
         "MIN_BLOCKS": tiling.blocks,
     }
-    grid: tuple[int, ...] = (-(-tiles_of_rows // row_tiles), routes.tiles.shape[0])
-    if tiling.kind == "wide":  # stages begin at a multiple of 1024; blocks take one tile after the other
-        shared_bytes += 1024 + 384 * warps * min(tiling.token_tiles, 8)
-        rest = (groups, *rest)
-        groups, grid = grid[1], (min(prod(grid), tiling.blocks * _multiprocessors(x.device)),)
+    grid = (-(-tiles_of_rows // row_tiles), routes.tiles.shape[0])
     launch = Launch(f"{product}_{tiling.kind}", grid, 32 * warps, defines, shared_bytes)
     _PRODUCTS[tiling.kind].launch(
         launch, w.words, w.scales, w.exponents, x, *routes, groups, *rest, device=x.device
@@ -379,14 +374,7 @@ def _far_from_reference(steps: Steps, routing: Routing, experts: Experts) -> str
 _USUAL = Case(NVFP4_TENSOR_POW2, NVFP4_ROW_POW2, FEWEST, 2, 2)
 LIBRARY: DeviceLibrary[Case | Scheme] = DeviceLibrary(_HERE / "few.cu", differences, _USUAL)
 """Products of experts with few tokens; its check runs the kernels of all files."""
-_MANY, _WIDE_FILE, _PIPED_FILE, _ROWS = (
-    KernelFile(_HERE / name) for name in ("many.cu", "wide.cu", "piped.cu", "rows.cu")
-)
-_PRODUCTS: dict[str, KernelFile] = {
-    "few": LIBRARY,
-    "many": _MANY,
-    "wide": _WIDE_FILE,
-    "piped": _PIPED_FILE,
-}
+_MANY, _PIPED, _ROWS = (KernelFile(_HERE / name) for name in ("many.cu", "piped.cu", "rows.cu"))
+_PRODUCTS: dict[str, KernelFile] = {"few": LIBRARY, "many": _MANY, "piped": _PIPED}
 FILES = (*_PRODUCTS.values(), LISTS, _ROWS)
 """All of them; a runner has to be given to each."""

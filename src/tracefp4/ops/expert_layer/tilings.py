@@ -1,6 +1,6 @@
 """How the products of an expert layer are cut, and which of their three shapes runs.
 
-`few.cu` while an expert has few tokens and time goes to the weights' bytes, `many.cu` beyond, and `wide.cu` for the
+`few.cu` while an expert has few tokens and time goes to the weights' bytes, `many.cu` beyond, and `piped.cu` for the
 most tokens on GPUs of sm_90. It depends on shapes and on the GPU alone.
 """
 
@@ -14,7 +14,7 @@ class Tiling(NamedTuple):
     """How the products are cut."""
 
     kind: str
-    """`few`, `many`, `wide` or `piped`: the file."""
+    """`few`, `many` or `piped`: the file."""
     token_tiles: int
     """Tiles of 8 tokens that a block multiplies with what it has read of the weights."""
     row_tiles: int
@@ -29,7 +29,7 @@ class Tiling(NamedTuple):
     @property
     def in_steps(self) -> bool:
         """Whether products take activations in the order of steps of 16 columns; see `device.Rows`."""
-        return self.kind in ("wide", "piped")
+        return self.kind == "piped"
 
 
 TILINGS = (
@@ -45,23 +45,20 @@ TILINGS = (
 its tokens from the second-level cache; `many` shares them among 128 or 256 rows. One block for all tokens of an expert
 costs less than two that both expand its weights, so the bounds lie where few experts have more (Poisson)."""
 FEWEST, MOST = TILINGS[0][1], Tiling("many", 8, 4, 4, 3)
-WIDE_BEYOND, WIDE = 1 << 30, Tiling("wide", 16, 2, 8, 6)
-"""On sm_90, beyond so many tokens per expert in use on average; no layer has as many before this was measured."""
 PIPED = Tiling("piped", 16, 2, 8, 8)
-"""The other shape with the same instructions, to be compared."""
+"""Of more tokens than the last bound, where a GPU has its instructions; elsewhere those are MOST."""
 
 
 def tiling_of(num_pairs: int, num_experts: int, device: torch.device) -> Tiling:
     """Return how the products of so many pairs are cut."""
     in_use = min(num_pairs, num_experts)
-    if num_pairs > WIDE_BEYOND * in_use and _multiplies_wide(device):
-        return WIDE
-    return next((tiling for most, tiling in TILINGS if num_pairs <= most * in_use), MOST)
+    fitting = (tiling for most, tiling in TILINGS if num_pairs <= most * in_use)
+    return next(fitting, PIPED if _has_warpgroups(device) else MOST)
 
 
 @lru_cache(maxsize=64)
-def _multiplies_wide(device: torch.device) -> bool:
-    """Whether a device has the instructions of wide.cu."""
+def _has_warpgroups(device: torch.device) -> bool:
+    """Whether a device has the instructions of piped.cu."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
