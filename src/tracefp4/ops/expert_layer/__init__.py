@@ -53,8 +53,8 @@ def expert_layer(
     Returns:
         y, and the bytes. NaN and Inf in x make their block NaN, and with it the token's output; a weight block with the
         NaN byte makes its output column NaN for the expert's tokens. On CUDA a token's bits do not depend on the other
-        tokens, and runs repeat bit for bit; they depend on T k / min(E, T k) being above 1 or not, and on sm_90 above 46,
-        where sums run in another order.
+        tokens, and runs repeat bit for bit; they depend on whether T k / min(E, T k) is above 1, and on sm_90 above 46:
+        sums run in another order there.
 
     Raises:
         FormatError: When shapes, dtypes or schemes do not fit.
