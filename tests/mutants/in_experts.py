@@ -81,6 +81,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         tests=_STEPS,
     ),
     Mutation(
+        name="experts_operands_made_while_they_are_multiplied",
+        fault="The operands of a step are overwritten while the products of the group before still read them.",
+        path=_LAYER + "piped.cu",
+        old="await_products<BEHIND>();",
+        new="await_products<STEPS>();",
+        tests=_STEPS,
+    ),
+    Mutation(
+        name="experts_tokens_not_swizzled",
+        fault="The pieces of a token lie in their order, not in that of the matrix unit.",
+        path=_LAYER + "piped.cu",
+        old="piece = mine % 8 ^ token % 8;",
+        new="piece = mine % 8;",
+        tests=_STEPS,
+    ),
+    Mutation(
         name="experts_ring_filled_while_it_is_read",
         fault="Copies go on into a stage of the ring before all warps have multiplied what it held.",
         path=_LAYER + "piped.cu",
