@@ -64,8 +64,9 @@ def guided_quantize_on_device(
     LIBRARY.launch(
         launch, x_NK, rows, width, shape.of_row, *_operands(guide, device), *results, device=device
     )
-    changed, in_band, undecoded = torch.zeros((), dtype=torch.int64, device=device), None, None
-    if guide is not None:
+    if guide is None:
+        changed, in_band, undecoded = torch.zeros((), dtype=torch.int64, device=device), None, None
+    else:
         changed, in_band, undecoded = counts.sum(0).unbind()
     return Rounded(
         values=values_NK.to(x.dtype),
