@@ -100,8 +100,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="experts_ring_filled_while_it_is_read",
         fault="Copies go on into a stage of the ring before all warps have multiplied what it held.",
         path=_LAYER + "piped.cu",
-        old="            await_phase(ring.empty + ring.at, ring.digit ^ 1);\n",
-        new="",
+        old="await_phase(ring.empty + ring.at, ring.digit ^ 1);",
+        new="await_phase(ring.empty + (ring.at > 0 ? ring.at - 1 : 0), ring.digit ^ 1);",
         tests=_STEPS,
     ),
     Mutation(
