@@ -161,6 +161,20 @@ def test_masked_truncated_samples_are_not_trained(run, samples):
     assert metrics["num_tokens"] == sum(len(sample.token_ids) for sample in samples)
 
 
+@pytest.mark.parametrize("budget", [ALONE, 10_000])
+def test_numbers_that_are_not_finite_are_refused_before_a_weight_moves(run, samples, budget):
+    # Mutations: losses are read after the step, or never; the next update adds to the gradients of this one.
+    run.trainer.micro_batch_tokens = budget
+    old = list(run.trainer.score(samples).logprobs)
+    norm = update(run.trainer, samples, old_logprobs=old, lr_scale=0.0)[0]["grad_norm"]
+    before = masters(run.trainer)
+    bad = [*old[:-1], torch.full_like(old[-1], torch.nan)]
+    with pytest.raises(RecordError, match="needs finite old_logprobs at trained tokens; got nan"):
+        update(run.trainer, samples, old_logprobs=bad)
+    assert all(torch.equal(a, b) for a, b in zip(before, masters(run.trainer), strict=True))
+    assert update(run.trainer, samples, old_logprobs=old, lr_scale=0.0)[0]["grad_norm"] == norm > 0
+
+
 def with_answers(samples):
     """The samples with every second completion token written by the environment."""
     flags = [tuple(i % 2 == 0 for i in range(len(sample.token_ids))) for sample in samples]

@@ -109,6 +109,11 @@ class MasterWeightAdamW:
             master.grad = None
         return StepResult(norm=float(norm), is_taken=is_taken)
 
+    def forget_gradients(self) -> None:
+        """Drop what backward passes have added up since the last step."""
+        for copy in self.copies:
+            copy.grad = None
+
     @torch.no_grad()
     def _write_copies(self) -> None:
         for master, copy in zip(self.masters, self.copies, strict=True):

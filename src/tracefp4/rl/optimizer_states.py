@@ -124,8 +124,7 @@ class HostAdamW(MasterWeightAdamW):
                     self._update(master, scale, lr=self.lr * lr_scale, group=group)
             if norm.is_cuda:
                 torch.cuda.synchronize(norm.device)  # what comes back is whole before anyone reads it
-        for copy in self.copies:
-            copy.grad = None
+        self.forget_gradients()
         return StepResult(norm=float(norm), is_taken=is_taken)
 
     def _update(self, master: nn.Parameter, scale: Tensor, *, lr: float, group: dict[str, object]) -> None:

@@ -187,8 +187,13 @@ class PolicyTrainer:
         Returns:
             (metrics of the step, log-probs of every sample as seen before the step). A gradient norm that is not
             finite takes no step: `optimizer_steps_skipped` is then 1.
+
+        Raises:
+            RecordError: a record of another scheme or plan, or numbers of a trained token that are not finite; no
+                weight has moved.
         """
         assert self.optimizer is not None, "this trainer only scores"
+        self.optimizer.forget_gradients()  # of an update that ended in an error
         batches = self._padded(samples, trains_truncated)
         denominator = sum(loss_denominator(batch.loss_mask, config=loss) for _, batch in batches)
         passes: list[_Pass] = []
