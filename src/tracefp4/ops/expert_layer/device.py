@@ -242,14 +242,7 @@ def _multiply(
         row_tiles *= warps
         of_warp = tiling.row_tiles * (512 + 16 * GROUP // w.scheme.block_size)
         shared_bytes = stages * (8 * tiling.token_tiles * (GROUP + 8) * 2 + warps * of_warp)
-    defines = {
-        "BLOCK": w.scheme.block_size,
-        "NT": tiling.row_tiles,
-        "MT": tiling.token_tiles,
-        "WARPS": warps,
-        "STAGES": stages,
-        "MIN_BLOCKS": tiling.blocks,
-    }
+    defines = _defines(w, tiling, (warps, stages)) | {"MIN_BLOCKS": tiling.blocks}
     grid = (-(-tiles_of_rows // row_tiles), routes.tiles.shape[0])
     launch = Launch(f"{product}_{tiling.kind}", grid, 32 * warps, defines, shared_bytes)
     _PRODUCTS[tiling.kind].launch(
@@ -268,23 +261,22 @@ def _multiply_piped(
     row_tiles, num_tiles = tiling.row_tiles * tiling.warps, routes.tiles.shape[0]
     of_row_tile = 512 + 16 * GROUP // w.scheme.block_size
     stage_bytes = -(-(8 * tiling.token_tiles * GROUP * 2 + row_tiles * of_row_tile) // 1024) * 1024
-    defines = {
-        "BLOCK": w.scheme.block_size,
-        "NT": tiling.row_tiles,
-        "MT": tiling.token_tiles,
-        "WARPS": tiling.warps,
-        "STAGES": tiling.stages,
-    }
     blocks = num_tiles * -(-w.words.shape[1] // row_tiles)
     launch = Launch(
         f"{product}_piped",
         (min(blocks, _multiprocessors(x.device)),),
         32 * (tiling.warps + _COPYING_WARPS),
-        defines,
+        _defines(w, tiling, (tiling.warps, tiling.stages)),
         1024 + tiling.stages * (stage_bytes + 16) + 16 + tiling.warps * 32 * 48,
     )
     parts = (w.words, w.scales, w.exponents, x, *routes, w.words.shape[2], *rest, num_tiles)
     _PRODUCTS["piped"].launch(launch, *parts, device=x.device)
+
+
+def _defines(w: WeightFragments, tiling: Tiling, cut: tuple[int, int]) -> dict[str, int | str]:
+    """The constants of fragments.cuh, and the warps and stages of a product."""
+    numbers = (w.scheme.block_size, tiling.row_tiles, tiling.token_tiles, *cut)
+    return dict(zip(("BLOCK", "NT", "MT", "WARPS", "STAGES"), numbers, strict=True))
 
 
 @lru_cache(maxsize=64)
