@@ -103,6 +103,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         tests=(_FIRST_USE + "test_a_check_launches_what_the_expert_layer_launches",),
     ),
     Mutation(
+        name="device_saturation_of_padding",
+        fault="Saturation is counted in rows that do not count.",
+        path="src/tracefp4/ops/saturation/kernel.cu",
+        old=" || (rows && !rows[block / blocks_per_row])",
+        new="",
+        tests=("tests/ops/test_saturation_device.py::test_counts_are_those_of_the_definition",),
+    ),
+    Mutation(
+        name="device_saturation_of_the_first_turn",
+        fault="A thread counts in the first of its blocks alone.",
+        path="src/tracefp4/ops/saturation/kernel.cu",
+        old="block < num_blocks; block += step)",
+        new="block < num_blocks; block += num_blocks)",
+        tests=("tests/ops/test_saturation_device.py::test_counts_are_those_of_the_definition",),
+    ),
+    Mutation(
         name="device_signs_in_the_other_order",
         fault="The second code of a pair takes the sign of the fourth.",
         path="src/tracefp4/ops/decoding.cuh",

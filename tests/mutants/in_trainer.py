@@ -13,6 +13,7 @@ _STOPPED = _PARTIAL + "test_a_stopped_run_goes_on_with_its_suspended_completions
 _WAITS = _PARTIAL + "test_a_step_waits_for_groups_that_would_be_too_old_after_it"
 _ENOUGH = _PARTIAL + "test_a_step_ends_when_enough_groups_are_complete_and_takes_the_oldest"
 _MODES = "tests/parity/test_modes.py::"
+_REFUSED = "tests/rl/test_trainer.py::test_numbers_that_are_not_finite_are_refused_before_a_weight_moves"
 
 RECOMPUTATION = (
     Mutation(
@@ -181,6 +182,22 @@ TRAINED = (
         tests=(
             "tests/rl/test_update.py::test_ver_1_a_sample_of_several_versions_is_reported_token_by_token",
         ),
+    ),
+    Mutation(
+        name="refused_update_leaves_its_gradients",
+        fault="An update adds to the gradients of one that was refused.",
+        path=_RL + "trainer.py",
+        old="        self.optimizer.forget_gradients()  # of an update that ended in an error\n",
+        new="",
+        tests=(_REFUSED,),
+    ),
+    Mutation(
+        name="losses_of_any_numbers",
+        fault="Numbers that are not finite train the weights.",
+        path=_RL + "losses.py",
+        old="        if any(read[: len(self.operands)]):\n",
+        new="        if False:\n",
+        tests=(_REFUSED,),
     ),
 )
 
