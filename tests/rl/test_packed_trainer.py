@@ -23,9 +23,12 @@ class Gradients:
     model: torch.nn.Module
     taken: list = field(default_factory=list)
 
+    def forget_gradients(self):
+        self.model.zero_grad()
+
     def step(self, *, lr_scale, grad_clip):
         self.taken = [parameter.grad for parameter in self.model.parameters()]
-        self.model.zero_grad()
+        self.forget_gradients()
         return StepResult(norm=0.0, is_taken=True)
 
 
